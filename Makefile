@@ -1,0 +1,110 @@
+# The bump: from a clone to the five figures. `make` alone lists the targets.
+
+PRESET ?= quick
+ENV    ?= .venv
+PYTHON ?= python3.11
+
+# ENV=current uses the active environment as it is; anything else is a virtual environment that is made on first use.
+ifeq ($(ENV),current)
+  PY    := python
+  READY :=
+else
+  PY    := $(ENV)/bin/python
+  READY := $(ENV)/.ready
+endif
+
+FIGURES   := 1 2 3 4 5
+OUT       := figures/$(PRESET)
+DATA      := data/$(PRESET)
+REFERENCE := data/reference/$(PRESET)
+MODULES   := $(wildcard bump/*.py)
+WEIGHTS   := $(wildcard data/checkpoints/*.safetensors)
+PAPERMILL  = $(PY) -m papermill --cwd . -k python3 --log-output --no-progress-bar --log-level WARNING
+
+export PYTHONPATH := $(CURDIR)
+export SOURCE_DATE_EPOCH := 0
+export MPLBACKEND := agg
+
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+.PHONY: help env figures list check train render test smoke lab clean $(FIGURES:%=fig%)
+
+help:
+	@echo 'make figures   rebuild the whole paper: $(DATA)/fig*.nc and $(OUT)/fig*.{pdf,png,csv}'
+	@echo 'make fig3      rebuild one figure'
+	@echo 'make list      what a preset measures, and about how long it takes'
+	@echo 'make check     what a preset lacks'
+	@echo 'make render    draw the figures from the committed results; nothing is measured'
+	@echo 'make train     train the CIFAR-10 networks that are missing (needs CIFAR-10 in BUMP_DATA)'
+	@echo 'make test      notebooks in step, their own tests, pytest, and a smoke run of all figures'
+	@echo 'make smoke     the five figures at the smallest size'
+	@echo 'make lab       JupyterLab in this environment'
+	@echo 'make clean     delete the results of a preset (not the environment)'
+	@echo
+	@echo 'PRESET=quick (default), cpu, paper or smoke; ENV=.venv (default) or current'
+
+# --- environment ---------------------------------------------------------------------------------------------------
+
+env: $(READY)
+
+$(ENV)/.ready: requirements.txt pyproject.toml setup.py settings.ini
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11) and "Python 3.11 is needed: make PYTHON=/path/to/python3.11")'
+	$(PYTHON) -m venv $(ENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+
+# --- figures -------------------------------------------------------------------------------------------------------
+
+figures: $(FIGURES:%=fig%) $(OUT)/deviation.txt
+	@cat $(OUT)/deviation.txt
+
+$(FIGURES:%=fig%): fig%: $(OUT)/fig%.ipynb $(OUT)/fig%.png $(OUT)/fig%.pdf $(DATA)/fig%.nc
+
+# One recipe makes all of a figure's files. The notebook appears under its own name only when all went well, and a
+# failure takes the rest away. Measured cells stay in $(DATA)/cells, so the next run continues from there.
+$(OUT)/fig%.ipynb $(OUT)/fig%.png $(OUT)/fig%.pdf $(DATA)/fig%.nc: nbs/fig%.ipynb $(MODULES) $(WEIGHTS) $(READY)
+	@mkdir -p $(OUT)
+	@rm -f $(OUT)/fig$**.* $(DATA)/fig$*.nc
+	@$(PAPERMILL) -p preset $(PRESET) $< $(OUT)/.fig$*.partial.ipynb \
+	  || { rm -f $(OUT)/fig$**.* $(DATA)/fig$*.nc; echo "figure $* failed; see $(OUT)/.fig$*.partial.ipynb" >&2; exit 1; }
+	@mv $(OUT)/.fig$*.partial.ipynb $(OUT)/fig$*.ipynb
+	@touch $(OUT)/fig$*.png $(OUT)/fig$*.pdf $(DATA)/fig$*.nc
+
+$(OUT)/deviation.txt: $(FIGURES:%=$(DATA)/fig%.nc) $(wildcard $(REFERENCE)/fig*.nc)
+	@$(PY) -c 'from bump.claims import report_deviation; print(report_deviation("$(PRESET)"))' > $@
+
+render: $(READY)
+	@mkdir -p figures/reference/$(PRESET)
+	@for n in $(FIGURES); do \
+	  $(PAPERMILL) -p preset $(PRESET) -p reference True nbs/fig$$n.ipynb $(CURDIR)/figures/reference/.fig$$n.partial.ipynb \
+	    || exit 1; rm figures/reference/.fig$$n.partial.ipynb; done
+
+# --- plans, training -----------------------------------------------------------------------------------------------
+
+list: $(READY)
+	@$(PY) -c 'from bump.runner import show_plan; show_plan("$(PRESET)")'
+
+check: $(READY)
+	@$(PY) -c 'from bump.runner import check; check("$(PRESET)")'
+
+train: $(READY)
+	@$(PY) -c 'from bump.runner import train_preset; train_preset("$(PRESET)")'
+
+# --- tests ---------------------------------------------------------------------------------------------------------
+
+test: $(READY)
+	$(PY) -m ruff check bump tests
+	$(PY) tests/notebooks_in_step.py
+	OMP_NUM_THREADS=1 $(PY) -m nbdev.test --n_workers 2
+	$(PY) -m pytest -q -rs tests
+	$(MAKE) smoke
+
+smoke:
+	@$(MAKE) --no-print-directory clean figures PRESET=smoke
+
+lab: $(READY)
+	$(PY) -m jupyterlab
+
+clean:
+	rm -rf $(OUT) $(DATA)
