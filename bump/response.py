@@ -58,13 +58,13 @@ def _check_pixels(images, where="images"):
             names = ", ".join(map(str, bad.nonzero().flatten().tolist()[:5]))
             raise ValueError(f"{int(bad.sum())} of {len(images)} {where} {complaint}: image {names}")
 
-# %% ../nbs/00_response.ipynb #cd93b3bc
+# %% ../nbs/00_response.ipynb #b5c4a78d
 _IMAGE_DIMS = ("image", "channel", "y", "x")
 
 def canonical_images(
     images, # (N, C, H, W) tensor, array, or DataArray with dimensions image, channel, y, x; pixels in [0, 1]
 ) -> tuple: # (N, C, H, W) contiguous float32 CPU tensor, and the coordinates that lie along `image`
-    "The canonical pixels of a batch of images. Raises ValueError or TypeError on pixels that can't be images in [0, 1]."
+    "The canonical pixels of a batch. Raises ValueError or TypeError on what can't be images in [0, 1]."
     coords = {}
     if isinstance(images, xr.DataArray):
         if set(images.dims) != set(_IMAGE_DIMS):
@@ -110,12 +110,13 @@ def _unit_directions(directions, shape):
         raise ValueError(f"direction {bad[0, 1]} of image {bad[0, 0]} is zero or not finite: it has no unit vector")
     return u / norm[:, :, None, None, None]
 
-# %% ../nbs/00_response.ipynb #59b06f3e
+# %% ../nbs/00_response.ipynb #781836c4
 def _fp32_switches():
     "PyTorch's switches between true float32 and its shortcuts (TF32, bfloat16)."
     b = torch.backends
     return b.cuda.matmul, b.cudnn.conv, b.cudnn.rnn, b.mkldnn.matmul, b.mkldnn.conv, b.mkldnn.rnn
 
+# %% ../nbs/00_response.ipynb #169a28c4
 @contextmanager
 def exact_arithmetic(
     device="cpu", # where the encoder lives
@@ -148,13 +149,14 @@ def _check_mode(encode):
         if module.training and (isinstance(module, noisy) or type(module).__name__ in ("DropPath", "StochasticDepth")):
             raise ValueError(f"{type(module).__name__} '{name}' of the encoder is in training mode: call encode.eval()")
 
-# %% ../nbs/00_response.ipynb #85c424dc
+# %% ../nbs/00_response.ipynb #8123fadd
 class _Encoder:
     "An encoder that follows the dtype of its input, and tells `count` how many images went through."
     def __init__(self, encode, count=lambda n: None):
         self.encode, self.count, self.double = encode, count, None
         self.name = str(getattr(encode, "name", None) or getattr(encode, "__name__", type(encode).__name__))
-        first = next(encode.parameters(), None) if isinstance(encode, nn.Module) else None
+        tensors = (*encode.parameters(), *encode.buffers()) if isinstance(encode, nn.Module) else ()
+        first = next(iter(tensors), None)
         self.device = torch.device("cpu") if first is None else first.device
 
 # %% ../nbs/00_response.ipynb #912a58ff
@@ -198,7 +200,7 @@ def _fits_float32(x):
     "Whether every number of a float64 tensor is a float32 number too, as after a hidden .float()."
     return bool((x.float().double() == x).all())
 
-# %% ../nbs/00_response.ipynb #6138772c
+# %% ../nbs/00_response.ipynb #94373aa1
 @patch
 def tangent(self:_Encoder, x, u):
     "J_f(x) u by forward-mode differentiation, (n, k), in the precision of x."
@@ -207,17 +209,17 @@ def tangent(self:_Encoder, x, u):
     except (RuntimeError, NotImplementedError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
-        raise TypeError(f"encoder {self.name} has no forward-mode derivative ({error}): it must be made of "
-                        "differentiable PyTorch operations, without numpy, custom autograd or in-place tricks") from error
+        raise TypeError(f"encoder {self.name} has no forward-mode derivative ({error}): it must consist of "
+                        "differentiable PyTorch operations, without numpy or custom autograd functions") from error
 
-# %% ../nbs/00_response.ipynb #2396b6f6
+# %% ../nbs/00_response.ipynb #4c2c23f9
 class _Batch:
     "Images with their directions: x (B, C, H, W) float32, u (B, D, C, H, W) float64, on the encoder's device."
     def __init__(self, encoder, images, directions, seed=0, start=0):
         self.encoder, self.seed, self.start = encoder, seed, start
         self.hashes = [image_sha256(image) for image in images]
         self.x, self.u = images.to(encoder.device), directions.to(encoder.device)
-        self.base, self.lowest = {torch.float32: {}, torch.float64: {}}, {}
+        self.base = {torch.float32: {}, torch.float64: {}}
 
 # %% ../nbs/00_response.ipynb #7d705059
 @patch
@@ -242,16 +244,16 @@ def move(self:_Batch, i, shift, dtype):
     moved = (x + shift).to(dtype)
     return self.encoder.run(moved).double() - before.double(), moved.double() - x
 
-# %% ../nbs/00_response.ipynb #4cb30d66
+# %% ../nbs/00_response.ipynb #e59e306f
 @patch
 def rounding_noise(self:_Batch, dtype):
-    "Amplitude n of the rounding noise of a feature difference, one number an image, (B,) float64."
-    everyone, eps = range(len(self.x)), torch.finfo(dtype).eps
-    signs = [_generator(self.seed, sha256, "rounding").choice([-eps, eps], self.x.shape[1:]) for sha256 in self.hashes]
-    change, step = self.move(list(everyone), torch.from_numpy(np.stack(signs)).to(self.x.device), dtype)
-    return (change - self.encoder.tangent(self.x.to(dtype), step).double()).norm(dim=1).cpu().numpy()
+    "Rounding noise ν of a feature difference, one vector an image, (B, k) float64."
+    everyone, size = list(range(len(self.x))), 8 * torch.finfo(dtype).eps
+    signs = [_generator(self.seed, sha256, "rounding").choice([-1., 1], self.x.shape[1:]) for sha256 in self.hashes]
+    change, step = self.move(everyone, size * torch.from_numpy(np.stack(signs)).to(self.x.device), dtype)
+    return change - self.encoder.tangent(self.x.to(dtype), step).double()
 
-# %% ../nbs/00_response.ipynb #a6ba35a5
+# %% ../nbs/00_response.ipynb #44315de7
 RELIABLE = 0.01  # largest estimated relative error of a point that counts
 _LINEAR_ERROR = 2e-4  # relative error of a float32 Jacobian-vector product's norm
 
@@ -260,16 +262,16 @@ def relative_error(
     linear, # ‖J u‖
     noise, # n, amplitude of the rounding noise of the displacement
     slip, # e, norm of the difference between the step made and ηu, pixel units
-    n_features:int, # k
+    cosine, # 2/√k + |c|, between noise and displacement
     linear_error=0., # relative error of `linear`
 ) -> np.ndarray: # relative error of r, infinite where r is undefined
     "Estimated relative error of a measured response (formula above); the arguments broadcast."
     with np.errstate(all="ignore"):
         rho = np.hypot(noise, linear * slip) / displacement
-        error = rho**2 / 2 + 2 * rho / np.sqrt(n_features) + linear_error
-    return np.where((linear > 0) & np.isfinite(error), error, np.inf)
+        error = rho**2 / 2 + rho * cosine + linear_error
+    return np.where((linear > 0) & np.isfinite(error + displacement + linear), error, np.inf)
 
-# %% ../nbs/00_response.ipynb #3f6b1a90
+# %% ../nbs/00_response.ipynb #be18d26c
 def _rays(n_images, n_directions, n_etas):
     "Every (image, direction, η) as rows, the images varying fastest."
     return np.argwhere(np.ones((n_directions, n_etas, n_images)))[:, [2, 0, 1]]
@@ -277,37 +279,37 @@ def _rays(n_images, n_directions, n_etas):
 @patch
 def walk(self:_Batch, etas, index, dtype):
     "Displacement, step and slip at each row (image, direction, η) of `index`, (len(index), 3) float64."
-    rows, lowest = [], {(i, d): j for i, d, j in reversed(index.tolist())}
+    rows = []
     for start in range(0, len(index), len(self.x)):
         i, d, j = index[start:start + len(self.x)].T
         shift = torch.from_numpy(etas[j]).to(self.x.device)[:, None, None, None] * self.u[i, d]
         change, step = self.move(i.tolist(), shift, dtype)
         rows.append(torch.stack([v.flatten(1).norm(dim=1) for v in (change, step, step - shift)], 1).cpu())
-        for n, ray in enumerate(zip(i.tolist(), d.tolist())):
-            if dtype == torch.float64 and lowest[ray] == j[n]:
-                self.lowest[ray] = j[n], change[n]
     return torch.cat(rows).numpy()
 
-# %% ../nbs/00_response.ipynb #cd5bc866
+# %% ../nbs/00_response.ipynb #9bf8c686
 class _Profile:
-    "What has been measured of a batch: (B, D, E) displacement, step, slip; (B, D) linear; (B,) noise."
+    "What is measured of a batch: (B, D, E) table of displacement, step, slip; (B, D) linear, kink; (B,) probe."
     def __init__(self, batch, etas, dtype):
         b, d = batch.u.shape[:2]
         self.batch, self.etas, self.dtype = batch, etas, dtype
-        self.n_features = batch.features(list(range(b)), dtype).shape[1]
-        self.linear = np.stack([batch.linear(range(b), [n]*b, dtype) for n in range(d)], 1)
+        batch.features(list(range(b)), dtype)  # the whole batch at once, the shape of everything that follows
+        tangents = [batch.encoder.tangent(batch.x.to(dtype), batch.u[:, n]).double() for n in range(d)]
+        self.tangents = torch.stack(tangents, 1)
+        self.linear = self.tangents.norm(dim=2).cpu().numpy()
         self.linear_error = np.full((b, d), _LINEAR_ERROR if dtype == torch.float32 else 0.)
         self.table = np.full((3, b, d, len(etas)), np.nan)
         self.exact = np.full((b, d, len(etas)), dtype == torch.float64)
         self.kink = np.zeros((b, d), bool)
 
-# %% ../nbs/00_response.ipynb #220a733e
+# %% ../nbs/00_response.ipynb #ef895619
 @patch
-def linear(self:_Batch, i, d, dtype):
-    "‖J u‖ of the rays (i, d), float64."
-    i = list(i)
-    tangent = self.encoder.tangent(self.x[i].to(dtype), self.u[i, list(d)])
-    return tangent.double().norm(dim=1).cpu().numpy()
+def probe_noise(self:_Profile):
+    "Amplitude of the rounding noise, and how far it may lie along the linear prediction."
+    noise = self.batch.rounding_noise(self.dtype)
+    c = torch.nn.functional.cosine_similarity(noise[:, None], self.tangents, dim=2, eps=0).nan_to_num()
+    self.probe = noise.norm(dim=1).cpu().numpy()
+    self.cosine = np.minimum(1, 2 / np.sqrt(noise.shape[1]) + c.abs().cpu().numpy())
 
 @patch(as_prop=True)
 def noise(self:_Profile):
@@ -318,14 +320,14 @@ def noise(self:_Profile):
 @patch(as_prop=True)
 def error(self:_Profile):
     "Estimated relative error of each point, (B, D, E)."
-    return relative_error(self.table[0], self.linear[..., None], self.noise, self.table[2], self.n_features,
+    return relative_error(self.table[0], self.linear[..., None], self.noise, self.table[2], self.cosine[..., None],
                           self.linear_error[..., None])
 
-# %% ../nbs/00_response.ipynb #3b367a32
+# %% ../nbs/00_response.ipynb #992b8018
 @patch
-def walk(self:_Profile, auto):
+def measure(self:_Profile, auto):
     "The whole ladder in the first precision, and with `auto` the points below the floor again in float64."
-    self.probe = self.batch.rounding_noise(self.dtype)
+    self.probe_noise()
     index = _rays(*self.exact.shape)
     self.table[:, *index.T] = self.batch.walk(self.etas, index, self.dtype).T
     usable = (self.linear > 0) & np.isfinite(self.linear)
@@ -350,71 +352,47 @@ def _apart(*vectors):
     pairs = [(a, b) for n, a in enumerate(vectors) for b in vectors[:n]]
     return np.max([(a - b).norm(dim=1).cpu().numpy() for a, b in pairs], axis=0)
 
-# %% ../nbs/00_response.ipynb #9683d49f
+# %% ../nbs/00_response.ipynb #1cfed886
 @patch
-def test_kinks(self:_Profile, i, d):
+def confirm_kinks(self:_Profile, i, d):
     "The float64 test on the rays (i, d), sets `kink`, and `linear` where the float64 derivative was needed."
     batch, noise = self.batch, self.probe * (2.0**-29 if self.dtype == torch.float32 else 1)
     def allowed(h):
         return KINK * self.linear[i, d] + 4 * noise[i] / h
     sides = batch.quotients(i, d, _STEPS[0])
     lengths = [np.abs(side.norm(dim=1).cpu().numpy() - self.linear[i, d]) for side in sides]
-    open_ = ~(np.max([_apart(*sides), *lengths], axis=0) <= allowed(_STEPS[0]))
-    if not open_.any():
+    unclear = ~(np.max([_apart(*sides), *lengths], axis=0) <= allowed(_STEPS[0]))
+    if not unclear.any():
         return
-    i, d = i[open_], d[open_]
+    i, d = i[unclear], d[unclear]
     tangent = batch.encoder.tangent(batch.x[i].double(), batch.u[i, d])
     self.linear[i, d], self.linear_error[i, d] = tangent.norm(dim=1).cpu().numpy(), 0
-    first = ~(_apart(*[side[open_] for side in sides], tangent) <= allowed(_STEPS[0]))
+    first = ~(_apart(*[side[unclear] for side in sides], tangent) <= allowed(_STEPS[0]))
     second = ~(_apart(*batch.quotients(i, d, _STEPS[1]), tangent) <= allowed(_STEPS[1]))
     self.kink[i, d] = first & second
 
-# %% ../nbs/00_response.ipynb #bc869ae4
-_CLEAR = 0.005  # rounding noise relative to the displacement at which the suspicion can be trusted
+# %% ../nbs/00_response.ipynb #154185d4
+_SUSPECT = 0.75 * KINK
 
-@patch
-def asymmetry(self:_Batch, i, d, j, etas, dtype):
-    "‖f(x + ηu) + f(x − ηu) − 2f(x)‖/η of the rays (i, d) at etas[j], (len(i),)."
-    eta = torch.from_numpy(etas[j]).to(self.x.device)
-    shift = eta[:, None, None, None] * self.u[i, d]
-    known = [self.lowest.get(ray, (None, None)) for ray in zip(i.tolist(), d.tolist())]
-    if dtype == torch.float64 and all(at == n for (at, _), n in zip(known, j)):
-        forward = torch.stack([change for _, change in known])
-    else:
-        forward = self.move(i, shift, dtype)[0]
-    backward = self.move(i, -shift, dtype)[0]
-    return ((forward + backward).norm(dim=1) / eta).cpu().numpy()
-
-# %% ../nbs/00_response.ipynb #2ef6a3b6
 @patch
 def find_kinks(self:_Profile):
-    "Suspicion on every ray, the float64 test on the suspected ones."
-    everyone = np.arange(len(self.linear))
-    with np.errstate(all="ignore"):
-        clear = self.noise <= _CLEAR * self.table[0]
-        bent = np.abs(self.table[0] / (self.etas * self.linear[..., None]) - 1)
+    "The suspicion on every ray, the float64 test on the suspected ones."
+    batch, everyone = self.batch, np.arange(len(self.linear))
+    h = _STEPS[0] if self.dtype == torch.float64 else torch.finfo(self.dtype).eps * np.sqrt(batch.x[0].numel())
     for d in range(self.linear.shape[1]):
-        j = clear[:, d].argmax(1)
-        exact, suspected = self.exact[everyone, d, j], np.ones(len(everyone), bool)
-        for dtype, rows in (torch.float32, ~exact), (torch.float64, exact):
-            if not rows.any():
-                continue
-            i = everyone if dtype == torch.float32 else everyone[rows]  # float32: never another batch shape
-            gap = np.full(len(everyone), np.nan)
-            gap[i] = self.batch.asymmetry(i, np.full(len(i), d), j[i], self.etas, dtype)
-            smooth = clear[everyone, d, j] & (gap <= KINK * self.linear[:, d]) & (bent[everyone, d, j] <= KINK)
-            suspected[rows] = ~smooth[rows]
+        u = batch.u[:, d]
+        beside = [batch.encoder.tangent((batch.x.double() + side * u).to(self.dtype), u).double() for side in (h, -h)]
+        suspected = ~(_apart(*beside, self.tangents[:, d]) <= _SUSPECT * self.linear[:, d])
         if suspected.any():
             i = everyone[suspected]
-            self.test_kinks(i, np.full(len(i), d))
-    self.batch.lowest.clear()
+            self.confirm_kinks(i, np.full(len(i), d))
 
-# %% ../nbs/00_response.ipynb #da90c6c2
+# %% ../nbs/00_response.ipynb #a419c493
 def dequantise(
     images, # (N, C, H, W) tensor, array or DataArray as in `response_profile`, pixels in [0, 1]
     seed:int=0, # of the noise, which is keyed by each image's content
 ):
-    "Images plus uniform noise of half a grey level (1/510) either way, reflected at 0 and 1; as a float32 tensor or DataArray."
+    "Images plus uniform noise of half a grey level (1/510) either way, reflected at 0 and 1; a tensor or a DataArray."
     pixels, _ = canonical_images(images)
     for image in pixels:
         noise = _generator(seed, image_sha256(image), "dequantise").uniform(-.5/255, .5/255, tuple(image.shape))
@@ -424,7 +402,7 @@ def dequantise(
         return images.transpose(*_IMAGE_DIMS).copy(data=pixels.numpy())
     return pixels
 
-# %% ../nbs/00_response.ipynb #156db833
+# %% ../nbs/00_response.ipynb #dde6fcd4
 def _check_request(encode, etas, precision, n_directions, batch_size):
     "The ladder as an array; raises an error on a request that can't be measured, before anything runs."
     if not callable(encode):
@@ -437,13 +415,15 @@ def _check_request(encode, etas, precision, n_directions, batch_size):
     if etas.ndim != 1 or not etas.size or not np.all((etas > 0) & np.isfinite(etas)) or np.any(np.diff(etas) <= 0):
         raise ValueError(f"etas must be a non-empty, increasing list of positive magnitudes; got {etas}")
     _check_mode(encode)
+    if _Encoder(encode).device.type == "mps":
+        raise TypeError("the encoder is on an MPS device, which can't take differences in float64: call encode.cpu()")
     for name, p in encode.named_parameters() if isinstance(encode, nn.Module) else ():
         if precision != "float64" and p.is_floating_point() and p.dtype != torch.float32:
             raise TypeError(f"parameter {name} of the encoder is {p.dtype}: call encode.float(), "
                             "or choose precision=\"float64\"")
     return etas
 
-# %% ../nbs/00_response.ipynb #87698cc8
+# %% ../nbs/00_response.ipynb #ffbd3965
 @patch
 def check_derivative(self:_Profile):
     "Raise an error if no image of this batch has a usable derivative."
@@ -454,9 +434,10 @@ def check_derivative(self:_Profile):
     if change.any():
         raise ValueError(f"encoder {name} moves with the pixels but its derivative is {self.linear.flat[0]} on all of "
                          f"the first {len(i)} images: does it detach, round, or return to numpy inside?")
-    raise ValueError(f"encoder {name} is constant: its features don't depend on the pixels of the first {len(i)} images")
+    raise ValueError(f"encoder {name} is constant: its features don't depend on the pixels of the first {len(i)} "
+                     "images")
 
-# %% ../nbs/00_response.ipynb #b752be84
+# %% ../nbs/00_response.ipynb #837c06c9
 def _measure(batch, etas, precision, first):
     "All variables of one batch as a dict of (dims, values)."
     dtype = torch.float64 if precision == "float64" else torch.float32
@@ -465,7 +446,7 @@ def _measure(batch, etas, precision, first):
     p = _Profile(batch, etas, dtype)
     if first:
         p.check_derivative()
-    p.walk(precision == "auto")
+    p.measure(precision == "auto")
     if precision != "float32":
         p.find_kinks()
     ray, point = ("image", "direction"), ("image", "direction", "eta")
@@ -503,21 +484,24 @@ def _label(data):
         data[name].attrs = {"units": units, "long_name": long_name}
     return data
 
-# %% ../nbs/00_response.ipynb #27590125
+# %% ../nbs/00_response.ipynb #4097166f
 def _batches(encode, images, directions, n_directions, seed, batch_size, n_etas, progress):
     "One _Batch after another, with a progress bar on stderr."
     n, d = len(images), n_directions if directions is None else directions.shape[1]
     name = _Encoder(encode).name
-    with tqdm(desc=f"response of {name}, {n} images", total=n*(d*n_etas + d + 3), unit="pass", mininterval=5,
+    with tqdm(desc=f"response of {name}, {n} images", total=n*(d*n_etas + 3*d + 3), unit="pass", mininterval=5,
               disable=not progress, file=sys.stderr) as bar:
-        encoder = _Encoder(encode, bar.update)
+        def count(passes):
+            bar.total = max(bar.total, bar.n + passes)
+            bar.update(passes)
+        encoder = _Encoder(encode, count)
         for start in range(0, n, batch_size):
             part = slice(start, start + batch_size)
             u = draw_directions(images[part], n_directions, seed) if directions is None else directions[part]
             yield _Batch(encoder, images[part], u, seed, start)
             bar.total = round(bar.n * n / min(start + batch_size, n))
 
-# %% ../nbs/00_response.ipynb #0030cac8
+# %% ../nbs/00_response.ipynb #ffe88626
 def response_profile(
     encode, # module or callable, (N, C, H, W) pixels in [0, 1] -> (N, ...) features
     images, # (N, C, H, W) tensor or array, or DataArray (image, channel, y, x); float pixels in [0, 1]
@@ -532,8 +516,8 @@ def response_profile(
 ) -> xr.Dataset: # dims image, direction, eta
     """Scale-resolved response profile r_η = ‖f(x + ηu) − f(x)‖ / (η ‖J u‖) of an encoder on images.
 
-    Variables: displacement, step, error, reliable, in_float64 (image, direction, eta); linear (image, direction); response
-    (image, eta); feature_norm, image_norm, kink (image). Coordinates along `image` of a DataArray are carried over.
+    Variables: displacement, step, error, reliable, in_float64 (image, direction, eta); linear (image, direction);
+    response (image, eta); feature_norm, image_norm, kink (image). Coordinates along `image` are carried over.
     Raises ValueError or TypeError, before long work, on unusable images, ladders, directions and encoders."""
     etas = _check_request(encode, etas, precision, n_directions, batch_size)
     pixels, coords = canonical_images(images)
@@ -546,7 +530,7 @@ def response_profile(
             parts.append(_measure(batch, etas, precision, first=not parts))
     data = {name: (dims, np.concatenate([part[name][1] for part in parts])) for name, (dims, _) in parts[0].items()}
     attrs = {"definition": "r = |f(x + eta u) - f(x)| / (eta |J u|), unclamped, the same u along the ladder",
-             "seed": seed, "precision": precision, "kinks_checked": int(precision != "float32"),
+             "seed": int(seed), "precision": precision, "kinks_checked": int(precision != "float32"),
              "directions": "isotropic Gaussian" if directions is None else "given by the caller",
              "batch_size": batch_size, "torch_version": torch.__version__}
     return _as_dataset(data, coords, pixels, etas, attrs)

@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['cell_images', 'images_of', 'cell_parts', 'encoder_coordinates', 'cell_encoder', 'measure_cell', 'stack',
-           'figure_path', 'run_attributes', 'measure_panels', 'measure', 'plan', 'show_plan', 'check', 'train_preset',
-           'record_checksums']
+           'figure_path', 'output_path', 'run_attributes', 'measure_panels', 'measure', 'plan', 'show_plan', 'check',
+           'train_preset', 'record_checksums']
 
-# %% ../nbs/07_runner.ipynb #e96137a7
+# %% ../nbs/07_runner.ipynb #eb6d4f23
 import inspect
 import json
 import sys
@@ -21,29 +21,36 @@ import xarray as xr
 from tqdm import tqdm
 
 import bump.response
-from .encoders import encoder_identity, load_encoder, native_size, sha256_of
+from .encoders import Encoder, encoder_identity, load_encoder, native_size, sha256_of
 from .experiments import (FIGURES, Cell, Preset, estimated_seconds, figure_cells, forward_passes, missing_inputs,
                               preset_inputs, preset_named, require_inputs)
 from .images import load_cifar10, load_images
 from .response import eta_ladder, response_profile
-from .store import cached, code_hash, content_key, git_commit, load, project_root, save, versions
+from .store import cached, code_hash, git_commit, load, project_root, save, versions
 from .training import train
 
-# %% ../nbs/07_runner.ipynb #516a39f3
+# %% ../nbs/07_runner.ipynb #956eef69
 @lru_cache(maxsize=8)
 def cell_images(
-    image_set:str, n:int, size:int, seed:int, blur:float, # as for bump.images.load_images
+    image_set:str, # as for bump.images.load_images, like the rest
+    n:int, # images
+    size:int, # pixels
+    seed:int, # of the sample
+    blur:float, # σ, pixels
 ) -> xr.DataArray: # (image, channel, y, x)
     "A sample of images, kept in memory for the next encoder."
     return load_images(image_set, n, size, seed=seed, blur=blur)
 
-def images_of(cell:Cell, preset:Preset) -> xr.DataArray: # at the encoder's native size
+def images_of(
+    cell:Cell, # what is measured
+    preset:Preset, # whose seed is used
+) -> xr.DataArray: # at the encoder's native size
     "The images of a cell."
     return cell_images(cell.image_set, cell.n, native_size(cell.encoder), preset.seed, cell.blur)
 
-# %% ../nbs/07_runner.ipynb #421c5da3
+# %% ../nbs/07_runner.ipynb #4da84c7c
 def cell_parts(
-    cell:Cell,
+    cell:Cell, # what is measured
     preset:Preset, # for the ladder, directions and seed
     images:xr.DataArray, # of the cell
 ) -> dict: # for bump.store.cached
@@ -52,30 +59,34 @@ def cell_parts(
             "sources": images.source.values.tolist(), "ladder": list(preset.ladder), "n_directions": preset.n_directions,
             "seed": preset.seed, "statistic": code_hash(inspect.getsource(bump.response)), "numpy": versions()["numpy"]}
 
-# %% ../nbs/07_runner.ipynb #19a1b002
+# %% ../nbs/07_runner.ipynb #73d7618b
 def encoder_coordinates(
-    cell:Cell,
+    cell:Cell, # what is measured
     provenance:dict, # of the encoder
 ) -> dict: # scalar coordinates
     "What the data set says about the encoder and the measurement."
     coords = {"encoder_spec": cell.encoder, "encoder_provenance": json.dumps(provenance, sort_keys=True),
               "input_size": native_size(cell.encoder), "measured_at_commit": git_commit()}
-    if not cell.encoder.startswith("file:"): return coords
+    if "training" not in provenance: return coords
     training = json.loads(provenance["training"])
     metrics = {name: training.get(name, np.nan) for name in
                ("train_accuracy", "test_accuracy", "pgd20_accuracy_l2_0.25", "pgd20_accuracy_l2_1")}
     return {**coords, "fraction": training["step"] / training["total_steps"], **metrics}
 
-# %% ../nbs/07_runner.ipynb #1c2da5cd
+# %% ../nbs/07_runner.ipynb #c3d6b5f7
 @lru_cache(maxsize=1)
-def cell_encoder(spec:str, trained:bool, seed:int): # as for bump.encoders.load_encoder
+def cell_encoder(
+    spec:str, # as for bump.encoders.load_encoder, like the rest
+    trained:bool, # False: random initialisation
+    seed:int, # of the initialisation
+) -> Encoder:
     "The encoder of the current cell; consecutive cells often share it."
     return load_encoder(spec, trained, seed)
 
-# %% ../nbs/07_runner.ipynb #7147b487
+# %% ../nbs/07_runner.ipynb #c32e2bf1
 def measure_cell(
-    cell:Cell,
-    preset:Preset,
+    cell:Cell, # what is measured
+    preset:Preset, # whose table and ladder are used
     folder:Path, # where cells are kept
 ) -> xr.Dataset: # dims image, direction, eta
     "The profile of a cell: from disk if it was measured before, else measured and kept."
@@ -108,19 +119,28 @@ def figure_path(
     "Where a figure's data set lies."
     return project_root() / "data" / ("reference" if reference else "") / preset / f"fig{figure}.nc"
 
-# %% ../nbs/07_runner.ipynb #14457d96
+# %% ../nbs/07_runner.ipynb #58e6499f
+def output_path(
+    figure:int, # 1 to 5
+    preset:str, # its name
+    reference:bool=False, # of the committed results
+) -> Path: # without a suffix
+    "Where a figure's PDF, PNG and tables go."
+    return project_root() / "figures" / ("reference" if reference else "") / preset / f"fig{figure}"
+
+# %% ../nbs/07_runner.ipynb #d6be54c0
 def run_attributes(
-    preset:Preset,
+    preset:Preset, # whose table and ladder are used
     figure:int, # 1 to 5
 ) -> dict: # plain values
     "What belongs to the run as a whole."
     return {"figure": figure, "preset": preset.name, "seed": preset.seed, "n_directions": preset.n_directions,
             "eta_ladder": list(preset.ladder), **{f"version_{name}": v for name, v in versions().items()}}
 
-# %% ../nbs/07_runner.ipynb #a39af113
+# %% ../nbs/07_runner.ipynb #d9ceef26
 def measure_panels(
     figure:int, # 1 to 5
-    preset:Preset,
+    preset:Preset, # whose table and ladder are used
 ) -> dict: # panel -> Dataset
     "Measure the cells of a figure, with a progress bar over images."
     panels, folder = figure_cells(preset, figure), project_root() / "data" / preset.name / "cells"
@@ -133,7 +153,9 @@ def measure_panels(
                 profiles.append((cell.labels, measure_cell(cell, preset, folder)))
                 bar.update(cell.n)
             basis = preset.basis.get(f"{figure}{panel}", "as in the paper")
-            measured[panel] = stack(profiles).assign_attrs(basis=basis, preset=preset.name)
+            data = stack(profiles).assign_attrs(basis=basis, preset=preset.name)
+            sets = {c.image_set for c in cells}
+            measured[panel] = data.assign_coords(image_set=sets.pop()) if len(sets) == 1 else data
     return measured
 
 # %% ../nbs/07_runner.ipynb #da59a169
@@ -160,9 +182,9 @@ def measure(
     save(data, figure_path(figure, preset))
     return load(figure_path(figure, preset))
 
-# %% ../nbs/07_runner.ipynb #64c2478a
+# %% ../nbs/07_runner.ipynb #220a4df4
 def plan(
-    preset:Preset,
+    preset:Preset, # whose table and ladder are used
 ) -> pd.DataFrame: # a row a figure
     "What each figure measures and how long it may take; cells that figures share are counted where they come first."
     seen, rows = set(), []

@@ -1,6 +1,7 @@
-"""CIFAR-10 networks of other authors, whose checkpoints the pilot tests measure. Inputs are normalised images (N, 3, 32, 32).
+"""CIFAR-10 networks of other authors, whose checkpoints the pilot tests measure.
 
-Each network is `features` followed by `head`, so that one checkpoint gives both the accuracy and the features.
+Inputs are normalised images (N, 3, 32, 32). Each network is `features` followed by `head`, so that one checkpoint gives
+both the accuracy and the features.
 Sources: akamaster/pytorch_resnet_cifar10 (He et al. 2016, section 4.2) and eth-sri/mn-bab (`resnet_2b2_bn`)."""
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from torch import nn
 
 
 class BasicBlock(nn.Module):
-    "Two 3×3 convolutions and the option-A shortcut: every second pixel, missing channels filled with zeros on both sides."
+    "Two 3×3 convolutions and the option-A shortcut: every second pixel, missing channels zero on both sides."
 
     def __init__(self, n_in, n_out, stride):
         super().__init__()
@@ -57,7 +58,7 @@ class TwoPaths(nn.Module):
 
 
 class ResNet2B2(nn.Sequential):
-    "The small ResNet with batch norm: a stem and two blocks, each of stride 2; features are the 100 units after the ReLU."
+    "A small ResNet with batch norm: stem and two blocks, all of stride 2; features are 100 units after a ReLU."
 
     def __init__(self):
         super().__init__(nn.Conv2d(3, 16, 3, 2, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU(),
@@ -65,7 +66,9 @@ class ResNet2B2(nn.Sequential):
                          nn.Flatten(), nn.Linear(1024, 100), nn.ReLU(), nn.Linear(100, 10))
 
     def features(self, x):
-        return self[:-1](x)
+        for layer in list(self)[:-1]:
+            x = layer(x)
+        return x
 
     def head(self, features):
         return self[-1](features)

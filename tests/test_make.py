@@ -1,0 +1,87 @@
+"""What `make` promises: failures leave nothing that looks finished, and nothing is done twice."""
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# A stand-in for a figure notebook: the same parameters, outputs in the same places, but nothing measured.
+STANDIN = """
+from bump.runner import figure_path, output_path
+data, path = figure_path(3, preset), output_path(3, preset)
+for file in (data, path.with_suffix(".pdf"), path.with_suffix(".png"), path.with_name("fig3.csv")):
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("done")
+"""
+
+
+@pytest.fixture
+def project(tmp_path):
+    """A copy of the project's code in which Figure 3 is a stand-in."""
+    for name in ("bump", "nbs"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    write_figure3(tmp_path, STANDIN)
+    return tmp_path
+
+
+def write_figure3(project: Path, source: str):
+    """Replace the body of nbs/fig3.ipynb, keeping its cell of parameters."""
+    path = project / "nbs" / "fig3.ipynb"
+    notebook = nbformat.read(path, 4)
+    parameters = [c for c in notebook.cells if "parameters" in c.metadata.get("tags", [])]
+    notebook.cells = [*parameters, nbformat.v4.new_code_cell(source)]
+    nbformat.write(notebook, path)
+
+
+def make(project: Path, *words: str) -> subprocess.CompletedProcess:
+    """Run make in the project with this test's own interpreter."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS"))}
+    return subprocess.run(["make", "ENV=current", *words], cwd=project, capture_output=True, text=True,
+                          env={**environment, "PATH": path})
+
+
+def results(project: Path) -> list[str]:
+    """Names of visible results of the smoke preset."""
+    return sorted(p.name for d in ("figures/smoke", "data/smoke") for p in (project / d).glob("fig*"))
+
+
+def test_a_figure_is_made_once(project):
+    first = make(project, "fig3", "PRESET=smoke")
+    assert first.returncode == 0, first.stderr
+    assert results(project) == ["fig3.csv", "fig3.ipynb", "fig3.nc", "fig3.pdf", "fig3.png"]
+    assert "Nothing to be done" in make(project, "fig3", "PRESET=smoke").stdout
+    (project / "data/smoke/fig3.nc").unlink()
+    assert make(project, "-q", "fig3", "PRESET=smoke").returncode == 1, "a deleted result must be made again"
+
+
+def test_parameters_reach_the_notebook(project):
+    write_figure3(project, STANDIN + "\nassert preset == 'smoke'\n")
+    assert make(project, "fig3", "PRESET=smoke").returncode == 0
+
+
+@pytest.mark.parametrize("source", ["raise RuntimeError('early')", STANDIN + "\nraise RuntimeError('late')"])
+def test_a_failing_notebook_fails_and_leaves_nothing(project, source):
+    assert make(project, "fig3", "PRESET=smoke").returncode == 0
+    write_figure3(project, source)
+    failed = make(project, "fig3", "PRESET=smoke")
+    assert failed.returncode != 0 and "figure 3 failed" in failed.stderr
+    assert results(project) == []
+
+
+def test_an_unknown_preset_fails_with_its_name(project):
+    shutil.copy(ROOT / "nbs" / "fig3.ipynb", project / "nbs")
+    failed = make(project, "fig3", "PRESET=fast")
+    assert failed.returncode != 0 and "unknown preset 'fast'" in failed.stdout + failed.stderr
+
+
+def test_make_alone_lists_the_targets(project):
+    listed = make(project).stdout
+    targets = ("figures", "fig3", "list", "check", "render", "train", "test", "smoke", "lab", "clean")
+    assert all(f"make {target}" in listed for target in targets)

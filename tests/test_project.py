@@ -1,0 +1,193 @@
+"""The project's own rules: pins, settings, figure notebooks, floors of the library, documentation, clean text files."""
+import ast
+import json
+import re
+import subprocess
+import sys
+import tokenize
+from configparser import ConfigParser
+from pathlib import Path
+
+import pytest
+import yaml
+
+import bump
+
+ROOT = Path(__file__).resolve().parents[1]
+FLOORS = [{"response"}, {"store", "peaks"}, {"images"}, {"encoders"}, {"training"}, {"experiments"}, {"runner"},
+          {"claims", "plots"}]  # from the ground up
+WITHOUT_TORCH = ["store", "peaks", "claims", "plots"]
+MODULES = sorted(p for p in (ROOT / "bump").glob("*.py") if not p.stem.startswith("_"))
+NOTEBOOKS = sorted((ROOT / "nbs").glob("*.ipynb"))
+FIGURES = sorted((ROOT / "nbs").glob("fig[1-5].ipynb"))
+
+
+def named(paths):
+    "Parametrise over files, under their names."
+    return pytest.mark.parametrize("path", paths, ids=lambda p: p.stem)
+
+
+def cells(path):
+    "Cells of a notebook as (type, source, tags, raw dict)."
+    return [(c["cell_type"], "".join(c["source"]), c["metadata"].get("tags", []), c)
+            for c in json.loads(path.read_text(encoding="utf-8"))["cells"]]
+
+
+def settings():
+    config = ConfigParser(interpolation=None)
+    config.read(ROOT / "settings.ini")
+    return config["DEFAULT"]
+
+
+# --- pins and settings ---
+
+
+def test_every_requirement_is_pinned():
+    lines = [s.strip() for s in (ROOT / "requirements.txt").read_text().splitlines()]
+    lines = [s for s in lines if s and not s.startswith("#")]
+    loose = [s for s in lines if not re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][0-9A-Za-z.]*", s)]
+    assert lines and not loose, f"requirements.txt: write name==version in {loose}"
+    names = [re.sub("[-_.]+", "-", s.split("==")[0].lower()) for s in lines]
+    assert len(set(names)) == len(names), "requirements.txt names a package twice"
+
+
+def test_conda_environment_defers_to_requirements():
+    environment = yaml.safe_load((ROOT / "environment.yml").read_text())
+    python = f"python={settings()['min_python']}"
+    assert environment["dependencies"] == [python, "pip", {"pip": ["-r requirements.txt"]}]
+
+
+@pytest.mark.parametrize("name, value", [("allowed_cell_metadata_keys", "tags"), ("tst_flags", "notest"),
+                                         ("jupyter_hooks", "False"), ("update_pyproject", "False"),
+                                         ("custom_sidebar", "True"), ("requirements", ""),
+                                         ("version", bump.__version__)])
+def test_nbdev_settings(name, value):
+    assert settings()[name] == value
+
+
+# --- figure notebooks ---
+
+
+def test_five_figures():
+    assert [p.stem for p in FIGURES] == [f"fig{n}" for n in range(1, 6)]
+
+
+def papermill_parameters():
+    "Names that the Makefile passes to papermill with -p."
+    recipes = (ROOT / "Makefile").read_text().replace("\\\n", " ").splitlines()
+    return {name for line in recipes if "$(PAPERMILL)" in line for name in re.findall(r" -p (\w+) ", line)}
+
+
+@named(FIGURES)
+def test_figure_has_one_cell_of_parameters(path):
+    found = [source for kind, source, tags, _ in cells(path) if kind == "code" and "parameters" in tags]
+    assert len(found) == 1
+    assigned = {t.id for node in ast.parse(found[0]).body if isinstance(node, ast.Assign) for t in node.targets}
+    assert {"preset"} <= papermill_parameters() <= assigned
+
+
+@named(FIGURES)
+def test_figure_is_skipped_by_nbdev_test(path):
+    kind, source, _, _ = cells(path)[0]
+    lines = source.splitlines()
+    assert kind == "raw" and lines[0] == lines[-1] == "---" and "skip_exec: true" in lines
+
+
+# --- every notebook ---
+
+
+@named(NOTEBOOKS)
+def test_notebook_holds_no_results(path):
+    code = [cell for kind, _, _, cell in cells(path) if kind == "code"]
+    assert code and not any(c["outputs"] or c["execution_count"] is not None for c in code)
+
+
+@named(NOTEBOOKS)
+def test_notebook_cells_are_short_and_explicit(path):
+    for kind, source, _, _ in cells(path):
+        if kind != "code":
+            continue
+        assert len(source.splitlines()) <= 40, f"a cell of {len(source.splitlines())} lines: {source[:80]!r}"
+        python = "\n".join(line for line in source.splitlines() if not line.startswith("%"))  # no IPython magics
+        imports = [n for n in ast.walk(ast.parse(python)) if isinstance(n, ast.ImportFrom)]
+        assert not [n.module for n in imports if any(alias.name == "*" for alias in n.names)]
+
+
+# --- modules ---
+
+
+def imported_modules(path):
+    "Modules of this package that a module imports, at its top or inside a function."
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names = [a.name for a in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
+        if isinstance(node, ast.ImportFrom):
+            base = "bump." * (node.level > 0) + (node.module or "")
+            names = [f"{base.rstrip('.')}.{n}" for n in names] if base.rstrip(".") == "bump" else [base]
+        yield from (n.split(".")[1] for n in names if n.startswith("bump."))
+
+
+def test_every_module_has_a_floor():
+    assert {p.stem for p in MODULES} == set.union(*FLOORS)
+
+
+@named(MODULES)
+def test_module_imports_only_lower_floors(path):
+    floor = next(n for n, names in enumerate(FLOORS) if path.stem in names)
+    assert set(imported_modules(path)) <= set().union(*FLOORS[:floor])
+
+
+@pytest.mark.parametrize("module", WITHOUT_TORCH)
+def test_module_needs_no_torch(module):
+    code = f"import sys, bump.{module}; sys.exit('torch' in sys.modules and 'torch was imported')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def public_definitions(path):
+    "Functions and classes of __all__, with their syntax trees."
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    public = next(ast.literal_eval(n.value) for n in tree.body
+                  if isinstance(n, ast.Assign) and n.targets[0].id == "__all__")
+    kinds = ast.FunctionDef, ast.ClassDef
+    return {n.name: n for n in tree.body if isinstance(n, kinds) and n.name in public}
+
+
+@named(MODULES)
+def test_public_names_have_docstrings(path):
+    assert not [name for name, node in public_definitions(path).items() if not ast.get_docstring(node)]
+
+
+@named(MODULES)
+def test_public_parameters_are_documented(path):
+    with tokenize.open(path) as file:
+        commented = {t.start[0] for t in tokenize.generate_tokens(file.readline) if t.type == tokenize.COMMENT}
+    bare = []
+    for name, node in public_definitions(path).items():
+        if isinstance(node, ast.FunctionDef):
+            a = node.args
+            for arg in [*a.posonlyargs, *a.args, *a.kwonlyargs, *filter(None, (a.vararg, a.kwarg))]:
+                if arg.lineno not in commented:
+                    bare.append(f"{name}({arg.arg})")
+    assert not bare, f"{len(bare)} parameters without a comment"
+
+
+# --- text files ---
+
+
+def text_files():
+    "Every file that git tracks or would track, with its text; binary files are left out."
+    listed = subprocess.run(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT,
+                            capture_output=True, text=True, check=False)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    for path in (ROOT / name for name in listed.stdout.split("\0") if name):
+        try:
+            yield path, path.read_text(encoding="utf-8")
+        except (UnicodeDecodeError, FileNotFoundError):  # binary, or deleted but not committed yet
+            continue
+
+
+def test_no_absolute_paths():
+    private = re.compile(r"(?<![\w.-])(?:/(?:home|work|root|Users)/|[A-Z]:\\+Users\\)\w")
+    found = {str(path.relative_to(ROOT)): private.findall(text) for path, text in text_files()}
+    assert not {name: paths for name, paths in found.items() if paths}
