@@ -24,6 +24,8 @@ PAPERMILL  = $(PY) -m papermill --cwd . -k python3 --log-output --no-progress-ba
 export PYTHONPATH := $(CURDIR)
 export SOURCE_DATE_EPOCH := 0
 export MPLBACKEND := agg
+# Two warnings of libraries about themselves, which would otherwise stand above every progress bar.
+export PYTHONWARNINGS := ignore:IProgress not found,ignore:`torch.jit.script` is deprecated
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:

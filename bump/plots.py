@@ -84,7 +84,7 @@ def drawn(
     "Responses as drawn: reliable points of images without a kink."
     return reliable_response(profiles).where(~profiles.kink.astype(bool))
 
-# %% ../nbs/09_plots.ipynb #56d70c9a
+# %% ../nbs/09_plots.ipynb #53bb8753
 def scale_response(
     axes, # list of Axes that share the scale
     values:xr.DataArray, # what is drawn on them
@@ -93,9 +93,9 @@ def scale_response(
     low, high = float(values.min()), float(values.max())
     if np.isnan(high): return  # nothing but kinks
     for ax in axes:
-        if high <= LOG_FROM: ax.set_ylim(0, max(1.15 * high, 1.4)); continue
+        if high <= LOG_FROM: ax.set_ylim(0, max(1.28 * high, 1.4)); continue
         ax.set_yscale("log")
-        ax.set_ylim(min(max(low, .04) / 1.3, .3), high * 1.6)
+        ax.set_ylim(min(max(low, .04) / 1.3, .3), high * 2.5)
         plain_log(ax.yaxis)
 
 # %% ../nbs/09_plots.ipynb #22d5f629
@@ -201,7 +201,7 @@ def count_images(
     told = f"n = {profiles.sizes['image']}" + ("" if images is None or images.dims else f" {images.item()}")
     return told + (f", {low if low == high else f'{low}–{high}'} kink{'s' if high > 1 else ''}" if high else "")
 
-# %% ../nbs/09_plots.ipynb #5bd4add3
+# %% ../nbs/09_plots.ipynb #38c45013
 def corner(
     ax:Axes, # where to write
     text:str, # a few words
@@ -218,7 +218,7 @@ def tell_peak(
     median = median_profile(profiles)
     peak, kind = describe(median), describe(median).kind.item()
     if not has_peak(median): return kind
-    place = rf"$r^*$ {peak.peak_response.item():.2f}, $\eta^*$ {peak.peak_eta.item():.2g}"
+    place = rf"$r^*$ {peak.peak_response.item():.3g}, $\eta^*$ {peak.peak_eta.item():.2g}"
     return place if kind == "bump" else f"{kind}: {place}"
 
 # %% ../nbs/09_plots.ipynb #bc5fb518
