@@ -1,8 +1,6 @@
 """The statistic on real architectures: what closed forms in the notebook can't show."""
 import io
-import os
 import zipfile
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +15,7 @@ EARLY_TIMM_VIT = timm.create_model("vit_small_patch16_224", num_classes=0).eval(
 EARLY_TORCHVISION_VIT = torchvision.models.VisionTransformer(64, 16, 2, 4, 96, 192).eval()
 EARLY_TORCHVISION_VIT.heads = nn.Identity()  # zero at initialisation
 
+from bump.images import find_file  # noqa: E402
 from bump.response import dequantise, draw_directions, eta_ladder, exact_arithmetic, response_profile  # noqa: E402
 
 SMALL = eta_ladder(1e-5, 1e-3, 1)
@@ -123,11 +122,11 @@ def test_torchvision_vit_built_before_bump():
 
 
 def find(name, variable):
-    """A file in one of the folders of a search path, or a visible skip."""
-    for folder in filter(None, os.environ.get(variable, "").split(os.pathsep)):
-        if (Path(folder) / name).is_file():
-            return Path(folder) / name
-    pytest.skip(f"{name} is not in {variable}")
+    """A file on a search path, or a visible skip."""
+    try:
+        return find_file(name, variable)
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +142,7 @@ def squeezenet():
     """SqueezeNet's spatial mean of `features`, with its ImageNet weights."""
     from safetensors.torch import load_file
     model = torchvision.models.squeezenet1_1(weights=None)
-    state = load_file(find("imagenet/squeezenet1_1_from_ncnn.safetensors", "BUMP_WEIGHTS"))
+    state = load_file(find("squeezenet1_1_from_ncnn.safetensors", "BUMP_WEIGHTS"))
     model.load_state_dict({name: value.float() for name, value in state.items()})
     return Normalised(nn.Sequential(model.features, nn.AdaptiveAvgPool2d(1))).eval()
 
