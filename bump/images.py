@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['SHIPPED', 'ZIPS', 'resize_and_crop', 'gaussian_blur', 'decode_image', 'as_rgb', 'shipped_picture', 'shipped_crops',
            'crop_window', 'small_windows', 'find_file', 'load_cifar10', 'zip_entries', 'balanced_sample', 'zip_images',
-           'image_sets', 'pick_images', 'content_hash', 'load_images']
+           'image_sets', 'pick_images', 'load_images']
 
-# %% ../nbs/03_images.ipynb #c5bcef5c
+# %% ../nbs/03_images.ipynb #3f13d5e5
 import csv
 import hashlib
 import io
@@ -26,6 +26,8 @@ from PIL import Image
 from torchvision.datasets import CIFAR10
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as tvf
+
+from .response import image_sha256
 
 # %% ../nbs/03_images.ipynb #7328e069
 def resize_and_crop(
@@ -237,14 +239,7 @@ def pick_images(
     pixels, _ = load_cifar10(train=False)
     return [resize_and_crop(p / 255, size) if size != 32 else p / 255 for p in pixels[:n]], [f"test {i}" for i in range(n)]
 
-# %% ../nbs/03_images.ipynb #630a9483
-def content_hash(
-    pixels:np.ndarray, # of any shape
-) -> str: # hexadecimal sha256
-    "Hash of the values as 32-bit floats, whatever the array's memory layout."
-    return hashlib.sha256(np.ascontiguousarray(pixels, dtype="<f4").tobytes()).hexdigest()
-
-# %% ../nbs/03_images.ipynb #f4cc5f77
+# %% ../nbs/03_images.ipynb #0dbacb37
 def load_images(
     name:str, # one of image_sets()
     n:int, # how many images
@@ -259,6 +254,6 @@ def load_images(
     if n < 1 or size < 1: raise ValueError(f"{name}: n and size must be at least 1, not {n} and {size}")
     images, sources = pick_images(name, n, size, seed)
     pixels = gaussian_blur(torch.stack(images).double(), blur).clamp(0, 1).float().numpy()
-    coords = {"source": ("image", np.array(sources, dtype=str)), "sha256": ("image", [content_hash(p) for p in pixels])}
+    coords = {"source": ("image", np.array(sources, dtype=str)), "sha256": ("image", [image_sha256(p) for p in pixels])}
     return xr.DataArray(pixels, dims=("image", "channel", "y", "x"), coords=coords, name="pixels",
                         attrs={"image_set": name, "size": size, "seed": seed, "blur": float(blur), "units": "1"})

@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['Condition', 'prepare_data', 'augment_batch', 'logits', 'attack', 'accuracy', 'load_state', 'run_key',
-           'steps_per_epoch', 'checkpoint_steps', 'train_epoch', 'train_step', 'start_run', 'final_metrics', 'train',
-           'require_memorised', 'describe_run', 'training_curve']
+           'steps_per_epoch', 'checkpoint_steps', 'train_epoch', 'train_step', 'start_run', 'final_metrics',
+           'checkpoint_name', 'require_finished', 'train', 'require_memorised', 'describe_run', 'training_curve']
 
-# %% ../nbs/05_training.ipynb #279ef700
+# %% ../nbs/05_training.ipynb #8609bbeb
 import json
 import math
 import sys
@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
-from .encoders import CIFAR_MEAN, CIFAR_STD, build_seeded, cifar_resnet18, save_checkpoint
+from .encoders import CIFAR_MEAN, CIFAR_STD, build_seeded, cifar_resnet18, read_checkpoint, save_checkpoint
 from .images import gaussian_blur
 from .store import content_key, save, versions, write_atomically
 
@@ -236,7 +236,31 @@ def final_metrics(
         metrics["n_attacked"] = min(n_attacked, len(test[1]))
     return metrics
 
-# %% ../nbs/05_training.ipynb #d3cc444d
+# %% ../nbs/05_training.ipynb #7cc08b97
+def checkpoint_name(
+    condition:Condition, # what decides the run
+    step:int, # optimiser steps done
+) -> str: # without suffix
+    "The name of a checkpoint along the run; the end bears the condition's own name."
+    total = condition.epochs * steps_per_epoch(condition)
+    return condition.name if step == total else f"{condition.name}-step{step:05d}"
+
+# %% ../nbs/05_training.ipynb #6937aeda
+def require_finished(
+    condition:Condition, # what decides the run
+    final:Path, # its finished checkpoint
+) -> Path: # the same
+    "Raise ValueError if a finished run isn't this condition's, or lacks a checkpoint."
+    recorded = read_checkpoint(final)[1].get("condition")
+    if recorded != json.loads(json.dumps(asdict(condition))):
+        raise ValueError(f"{final} was trained under another condition ({recorded}); move it away, or rename the condition")
+    names = [checkpoint_name(condition, s) for s in checkpoint_steps(condition)]
+    lacking = [n for n in names if not final.with_name(f"{n}.safetensors").exists()]
+    if lacking: raise ValueError(f"{final} is finished, but {', '.join(lacking)} along its run is missing; restore it from "
+                                 "git, or delete the finished checkpoint and its state to train again")
+    return final
+
+# %% ../nbs/05_training.ipynb #7f1bb6ec
 def train(
     condition:Condition, # what decides the run
     train_set:tuple, # uint8 (N, 3, 32, 32) and int64 (N,) from load_cifar10
@@ -244,9 +268,12 @@ def train(
     folder:Path, # where NAME.safetensors and NAME-stepSSSSS.safetensors go
     runs:Path, # where the working state and NAME.nc, the training curve, go
 ) -> Path: # the finished checkpoint
-    "Train a condition, or finish training it. Nothing that is finished is overwritten."
+    """Train a condition, or finish training it. A finished network is never overwritten.
+
+    Raises ValueError if the files in the way belong to another condition or are damaged, FloatingPointError if the loss
+    stops being finite, RuntimeError if random labels were not learned."""
     final, state_path, key = Path(folder) / f"{condition.name}.safetensors", Path(runs) / f"{condition.name}.pt", run_key(condition)
-    if final.exists(): return final
+    if final.exists(): return require_finished(condition, final)
     Path(runs).mkdir(parents=True, exist_ok=True)
     data, test = prepare_data(condition, *train_set), (test_set[0] / 255, test_set[1])
     model, optimiser, schedule = start_run(condition)
@@ -257,13 +284,14 @@ def train(
     curve, wanted = state["curve"], checkpoint_steps(condition)
 
     def keep(step, **metrics):
-        name = condition.name if metrics else f"{condition.name}-step{step:05d}"
         if metrics or step in wanted:
-            save_checkpoint(model, Path(folder) / f"{name}.safetensors", describe_run(condition, step, **metrics))
+            path = Path(folder) / f"{checkpoint_name(condition, step)}.safetensors"
+            save_checkpoint(model, path, describe_run(condition, step, **metrics))
 
     if state["epoch"] == 0: keep(0)
     for epoch in tqdm(range(state["epoch"], condition.epochs), condition.name, unit="epoch", file=sys.stderr, mininterval=5):
-        loss, hits = train_epoch(condition, model, optimiser, schedule, data, epoch, keep)
+        with torch.random.fork_rng(devices=[]):
+            loss, hits = train_epoch(condition, model, optimiser, schedule, data, epoch, keep)
         curve.append([loss, hits, accuracy(model, test[0][:2000], test[1][:2000])])
         state = {"key": key, "epoch": epoch + 1, "curve": curve, **{n: p.state_dict() for n, p in parts.items()}}
         write_atomically(state_path, lambda partial: torch.save(state, partial))

@@ -75,13 +75,16 @@ def test_a_failing_notebook_fails_and_leaves_nothing(project, source):
     assert results(project) == []
 
 
-def test_an_unknown_preset_fails_with_its_name(project):
-    shutil.copy(ROOT / "nbs" / "fig3.ipynb", project / "nbs")
-    failed = make(project, "fig3", "PRESET=fast")
-    assert failed.returncode != 0 and "unknown preset 'fast'" in failed.stdout + failed.stderr
+@pytest.mark.parametrize("preset", ["fast", "reference", "checkpoints", ""])
+def test_an_unknown_preset_fails_with_its_name(project, preset):
+    """Above all for `make clean`, which deletes the folders of that name."""
+    for target in ("fig3", "clean"):
+        failed = make(project, target, f"PRESET={preset}")
+        assert failed.returncode != 0 and f"unknown preset '{preset}'" in failed.stderr
+    assert (project / "nbs").is_dir() and not (project / "figures").exists()
 
 
 def test_make_alone_lists_the_targets(project):
     listed = make(project).stdout
-    targets = ("figures", "fig3", "list", "check", "render", "train", "test", "smoke", "lab", "clean")
+    targets = ("figures", "fig3", "list", "check", "render", "reference", "train", "export", "test", "smoke", "lab", "clean")
     assert all(f"make {target}" in listed for target in targets)

@@ -176,10 +176,11 @@ def test_public_parameters_are_documented(path):
 
 def text_files():
     "Every file that git tracks or would track, with its text; binary files are left out."
-    listed = subprocess.run(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT,
-                            capture_output=True, text=True, check=False)
-    if listed.returncode:
-        pytest.skip("not a git checkout")
+    try:
+        listed = subprocess.run(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT,
+                                capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("no git, or not a git checkout")
     for path in (ROOT / name for name in listed.stdout.split("\0") if name):
         try:
             yield path, path.read_text(encoding="utf-8")
