@@ -76,8 +76,13 @@ def encoder_coordinates(
                ("train_accuracy", "test_accuracy", "pgd20_accuracy_l2_0.25", "pgd20_accuracy_l2_1")}
     return {**coords, "fraction": training["step"] / training["total_steps"], **metrics}
 
-# %% ../nbs/07_runner.ipynb #48425a4f
+# %% ../nbs/07_runner.ipynb #b84a37bd
 LONG_NAMES = {
+    "encoder": "name of the encoder", "initialisation": "trained, or random: the same architecture untrained",
+    "image_set": "name of the image set", "image": "index of the image", "condition": "what the network was trained on",
+    "checkpoint": "optimiser steps", "epsilon": "L2 radius of adversarial training, [0, 1] pixels",
+    "train_blur": "standard deviation of the training blur, pixels",
+    "eval_blur": "standard deviation of the evaluation blur, pixels",
     "source": "photograph that the image was cut from", "encoder_spec": "specification for bump.encoders.load_encoder",
     "encoder_provenance": "how to build the encoder again (JSON)", "input_size": "side of the images, pixels",
     "image_blur": "standard deviation of the evaluation blur, pixels", "measured_at_commit": "git commit of the measurement",
@@ -88,11 +93,11 @@ LONG_NAMES = {
 }
 
 def describe_coordinates(
-    profile:xr.Dataset, # of a cell
+    panel:xr.Dataset, # or a cell
 ) -> xr.Dataset: # the same
     "Say in words what the coordinates are."
-    for name in LONG_NAMES.keys() & profile.coords.keys(): profile[name].attrs["long_name"] = LONG_NAMES[name]
-    return profile
+    for name in LONG_NAMES.keys() & panel.coords.keys(): panel[name].attrs["long_name"] = LONG_NAMES[name]
+    return panel
 
 # %% ../nbs/07_runner.ipynb #c3d6b5f7
 @lru_cache(maxsize=1)
@@ -104,7 +109,7 @@ def cell_encoder(
     "The encoder of the current cell; consecutive cells often share it."
     return load_encoder(spec, trained, seed)
 
-# %% ../nbs/07_runner.ipynb #b165e146
+# %% ../nbs/07_runner.ipynb #c32e2bf1
 def measure_cell(
     cell:Cell, # what is measured
     preset:Preset, # whose table and ladder are used
@@ -116,7 +121,7 @@ def measure_cell(
         encoder = cell_encoder(cell.encoder, cell.trained, preset.seed)
         profile = response_profile(encoder, images, eta_ladder(*preset.ladder), n_directions=preset.n_directions,
                                    seed=preset.seed, progress=False)
-        return describe_coordinates(profile.assign_coords(encoder_coordinates(cell, encoder.provenance)))
+        return profile.assign_coords(encoder_coordinates(cell, encoder.provenance))
     return cached(cell_parts(cell, preset, images), measure, folder)
 
 # %% ../nbs/07_runner.ipynb #328db5d8
@@ -180,7 +185,7 @@ def run_attributes(
             "n_images": preset.n_images, "n_small": preset.n_small,
             "eta_ladder": list(preset.ladder), **{f"version_{name}": v for name, v in versions().items()}}
 
-# %% ../nbs/07_runner.ipynb #7a838378
+# %% ../nbs/07_runner.ipynb #fdee2aae
 def measure_panels(
     figure:int, # 1 to 5
     preset:Preset, # whose table and ladder are used
@@ -199,7 +204,8 @@ def measure_panels(
             basis = preset.basis.get(f"{figure}{panel}", "as in the paper")
             data = stack(profiles).assign_attrs(basis=basis, preset=preset.name)
             sets = {c.image_set for c in cells}
-            measured[panel] = data.assign_coords(image_set=sets.pop()) if len(sets) == 1 else data
+            data = data.assign_coords(image_set=sets.pop()) if len(sets) == 1 else data
+            measured[panel] = describe_coordinates(data)
     return measured
 
 # %% ../nbs/07_runner.ipynb #45689dc8
