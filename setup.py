@@ -16,5 +16,5 @@ setup(
     license="Apache-2.0",
     packages=[cfg["lib_path"]],
     python_requires=f">={cfg['min_python']}",
-    install_requires=cfg["requirements"].split("\n") if cfg["requirements"] else [],
+    install_requires=cfg["requirements"].split(),
 )

@@ -57,9 +57,15 @@ def test_conda_environment_defers_to_requirements():
     assert environment["dependencies"] == [python, "pip", {"pip": ["-r requirements.txt"]}]
 
 
+def test_settings_repeat_the_runtime_pins():
+    lines = [s.strip() for s in (ROOT / "requirements.txt").read_text().splitlines() if s.strip() and s[0] != "#"]
+    development = {"pytest", "ruff", "nbformat", "PyYAML"}
+    assert settings()["requirements"].split() == [s for s in lines if s.split("==")[0] not in development]
+
+
 @pytest.mark.parametrize("name, value", [("allowed_cell_metadata_keys", "tags"), ("tst_flags", "notest"),
                                          ("jupyter_hooks", "False"), ("update_pyproject", "False"),
-                                         ("custom_sidebar", "True"), ("requirements", ""),
+                                         ("custom_sidebar", "True"),
                                          ("version", bump.__version__)])
 def test_nbdev_settings(name, value):
     assert settings()[name] == value
