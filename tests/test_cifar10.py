@@ -17,8 +17,8 @@ def test_official_statistics(train_set):
     """The channel means that the literature quotes, and ten classes of equal size."""
     pixels, labels = train_set
     assert pixels.shape == (50000, 3, 32, 32) and (labels.bincount() == 5000).all()
-    mean = pixels.float().mean((0, 2, 3)) / 255
-    torch.testing.assert_close(mean, torch.tensor([.49139968, .48215841, .44653091]), atol=1e-6, rtol=0)
+    mean = pixels.double().mean((0, 2, 3)) / 255
+    torch.testing.assert_close(mean, torch.tensor([.49139968, .48215841, .44653091]).double(), atol=1e-6, rtol=0)
 
 
 def test_evaluation_images_are_the_first_of_the_test_set(train_set):
