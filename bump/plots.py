@@ -285,13 +285,13 @@ def medians(profiles:xr.Dataset) -> xr.DataArray: # (…, eta)
     "Median responses as drawn."
     return reliable_response(median_profile(profiles))
 
-# %% ../nbs/09_plots.ipynb #2f8dcdf7
+# %% ../nbs/09_plots.ipynb #b6fc12b2
 def panel_1c(ax:Axes, profiles:xr.Dataset) -> dict: # legend
     "Medians along a training run."
     colours = ordered_colours(profiles.checkpoint.values)
     for step, colour in colours.items(): draw_median(ax, profiles.sel(checkpoint=step), colour)
     scale_response([ax], medians(profiles))
-    ax.set_title(titled("", profiles))
+    ax.set_title(titled("ResNet-18", profiles))
     shares = (f"{100 * f:.0f}" if f > .1 else f"{100 * f:.2g}" for f in profiles.fraction.values)
     return {f"{step:,} ({share} %)": sample(colour) for (step, colour), share in zip(colours.items(), shares)}
 
@@ -359,7 +359,7 @@ def draw_linear(
     ax.set_xticks(range(len(colours)), [f"{e:g}" for e in colours], rotation=0 if len(colours) < 6 else 90)
     ax.set_xlim(-.5, len(colours) - .5)
 
-# %% ../nbs/09_plots.ipynb #c0860c6b
+# %% ../nbs/09_plots.ipynb #9ebf14c5
 def panel_2a(
     axes, # three Axes
     profiles:xr.Dataset, # dims (epsilon, image, direction, eta)
@@ -378,7 +378,7 @@ def panel_2a(
     corner(axes[0], count_images(profiles))
     axes[0].set(xlabel=ETA_LABEL, ylabel=R_LABEL)
     axes[1].set(xlabel=ETA_LABEL, ylabel=r"displacement / $\eta$")
-    axes[2].set(xlabel=r"training budget $\varepsilon$", ylabel=r"linear, relative to $\varepsilon$ = 0")
+    axes[2].set(xlabel=r"training budget $\varepsilon$", ylabel=r"$\Vert Ju\Vert$ relative to $\varepsilon$ = 0")
     dot = dict(marker="o", linestyle="", markersize=4)
     return {**{rf"$\varepsilon$ = {e:g}": sample(c) for e, c in colours.items()},
             r"$\Vert Ju\Vert$": Line2D([], [], color=QUIET, **dot),

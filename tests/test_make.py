@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 STANDIN = """
 from bump.runner import figure_path, output_path
 data, path = figure_path(3, preset), output_path(3, preset)
-for file in (data, path.with_suffix(".pdf"), path.with_suffix(".png"), path.with_name("fig3.csv")):
+for file in (data, path.with_suffix(".pdf"), path.with_suffix(".png"), path.with_name("fig3_claims.csv")):
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("done")
 """
@@ -55,7 +55,7 @@ def results(project: Path) -> list[str]:
 def test_a_figure_is_made_once(project):
     first = make(project, "fig3", "PRESET=smoke")
     assert first.returncode == 0, first.stderr
-    assert results(project) == ["fig3.csv", "fig3.ipynb", "fig3.nc", "fig3.pdf", "fig3.png"]
+    assert results(project) == ["fig3.ipynb", "fig3.nc", "fig3.pdf", "fig3.png", "fig3_claims.csv"]
     assert "Nothing to be done" in make(project, "fig3", "PRESET=smoke").stdout
     (project / "data/smoke/fig3.nc").unlink()
     assert make(project, "-q", "fig3", "PRESET=smoke").returncode == 1, "a deleted result must be made again"
