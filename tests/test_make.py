@@ -1,8 +1,10 @@
 """What `make` promises: failures leave nothing that looks finished, and nothing is done twice."""
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import nbformat
@@ -14,7 +16,8 @@ ROOT = Path(__file__).resolve().parents[1]
 STANDIN = """
 from bump.runner import figure_path, output_path
 data, path = figure_path(3, preset), output_path(3, preset)
-for file in (data, path.with_suffix(".pdf"), path.with_suffix(".png"), path.with_name("fig3_claims.csv")):
+tables = path.with_name("fig3.csv"), path.with_name("fig3_claims.csv")  # the first is no target of make
+for file in (data, path.with_suffix(".pdf"), path.with_suffix(".png"), *tables):
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("done")
 """
@@ -39,12 +42,15 @@ def write_figure3(project: Path, source: str):
     nbformat.write(notebook, path)
 
 
-def make(project: Path, *words: str) -> subprocess.CompletedProcess:
-    """Run make in the project with this test's own interpreter."""
+def environment() -> dict:
+    """The environment, with this test's own interpreter first and without an outer make's settings."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS"))}
-    return subprocess.run(["make", "ENV=current", *words], cwd=project, capture_output=True, text=True,
-                          env={**environment, "PATH": path})
+    return {**{k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS"))}, "PATH": path}
+
+
+def make(project: Path, *words: str) -> subprocess.CompletedProcess:
+    """Run make in the project."""
+    return subprocess.run(["make", "ENV=current", *words], cwd=project, capture_output=True, text=True, env=environment())
 
 
 def results(project: Path) -> list[str]:
@@ -55,7 +61,7 @@ def results(project: Path) -> list[str]:
 def test_a_figure_is_made_once(project):
     first = make(project, "fig3", "PRESET=smoke")
     assert first.returncode == 0, first.stderr
-    assert results(project) == ["fig3.ipynb", "fig3.nc", "fig3.pdf", "fig3.png", "fig3_claims.csv"]
+    assert results(project) == ["fig3.csv", "fig3.ipynb", "fig3.nc", "fig3.pdf", "fig3.png", "fig3_claims.csv"]
     assert "Nothing to be done" in make(project, "fig3", "PRESET=smoke").stdout
     (project / "data/smoke/fig3.nc").unlink()
     assert make(project, "-q", "fig3", "PRESET=smoke").returncode == 1, "a deleted result must be made again"
@@ -73,6 +79,19 @@ def test_a_failing_notebook_fails_and_leaves_nothing(project, source):
     failed = make(project, "fig3", "PRESET=smoke")
     assert failed.returncode != 0 and "figure 3 failed" in failed.stderr
     assert results(project) == []
+
+
+def test_an_interrupt_after_the_last_file_leaves_nothing(project):
+    """Ctrl-C reaches the whole process group, so the recipe's shell must clean up by itself."""
+    write_figure3(project, STANDIN + "\nimport time\ntime.sleep(60)\n")
+    running = subprocess.Popen(["make", "ENV=current", "fig3", "PRESET=smoke"], cwd=project, env=environment(),
+                               stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    deadline = time.monotonic() + 120
+    while "fig3_claims.csv" not in results(project) and time.monotonic() < deadline:
+        time.sleep(.05)
+    assert "fig3_claims.csv" in results(project), "the stand-in never wrote its files"
+    os.killpg(running.pid, signal.SIGINT)
+    assert running.wait(60) != 0 and results(project) == []
 
 
 @pytest.mark.parametrize("preset", ["fast", "reference", "checkpoints", ""])
