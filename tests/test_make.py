@@ -48,6 +48,11 @@ def environment() -> dict:
     return {**{k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS"))}, "PATH": path}
 
 
+def heed_interrupts():
+    """A background job may have inherited that SIGINT is ignored; a terminal's job has not."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def make(project: Path, *words: str) -> subprocess.CompletedProcess:
     """Run make in the project."""
     return subprocess.run(["make", "ENV=current", *words], cwd=project, capture_output=True, text=True, env=environment())
@@ -85,7 +90,8 @@ def test_an_interrupt_after_the_last_file_leaves_nothing(project):
     """Ctrl-C reaches the whole process group, so the recipe's shell must clean up by itself."""
     write_figure3(project, STANDIN + "\nimport time\ntime.sleep(60)\n")
     running = subprocess.Popen(["make", "ENV=current", "fig3", "PRESET=smoke"], cwd=project, env=environment(),
-                               stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+                               stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+                               preexec_fn=heed_interrupts)
     deadline = time.monotonic() + 120
     while "fig3_claims.csv" not in results(project) and time.monotonic() < deadline:
         time.sleep(.05)
