@@ -5,9 +5,10 @@
 # %% auto #0
 __all__ = ['Condition', 'prepare_data', 'augment_batch', 'logits', 'attack', 'accuracy', 'load_state', 'run_key',
            'steps_per_epoch', 'checkpoint_steps', 'train_epoch', 'train_step', 'start_run', 'final_metrics',
-           'checkpoint_name', 'require_finished', 'train', 'require_memorised', 'describe_run', 'training_curve']
+           'checkpoint_name', 'require_finished', 'train', 'require_memorised', 'describe_run', 'arithmetic',
+           'training_curve']
 
-# %% ../nbs/05_training.ipynb #8609bbeb
+# %% ../nbs/05_training.ipynb #36d60401
 import json
 import math
 import sys
@@ -23,7 +24,7 @@ from tqdm import tqdm
 
 from .encoders import CIFAR_MEAN, CIFAR_STD, build_seeded, cifar_resnet18, read_checkpoint, save_checkpoint
 from .images import gaussian_blur
-from .store import content_key, save, versions, write_atomically
+from .store import content_key, git_commit, save, versions, write_atomically
 
 # %% ../nbs/05_training.ipynb #d25e5718
 @dataclass(frozen=True)
@@ -219,7 +220,7 @@ def start_run(
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, condition.peak_lr, total_steps=total + 1, pct_start=.25)
     return model, optimiser, schedule
 
-# %% ../nbs/05_training.ipynb #5c49a391
+# %% ../nbs/05_training.ipynb #c531f4e3
 def final_metrics(
     condition:Condition, # what decides the run
     model:nn.Module, # ResNet-18 without normalisation
@@ -231,6 +232,7 @@ def final_metrics(
     metrics = {"train_accuracy": accuracy(model, *data)}
     if "noise" != condition.images and condition.labels == "true":
         metrics["test_accuracy"] = accuracy(model, *test)
+        if condition.blur: metrics["test_accuracy_blurred"] = accuracy(model, gaussian_blur(test[0], condition.blur), test[1])
         few = [t[:n_attacked] for t in test]
         metrics |= {f"pgd20_accuracy_l2_{eps:g}": accuracy(model, *few, epsilon=eps) for eps in (.25, 1.0)}
         metrics["n_attacked"] = min(n_attacked, len(test[1]))
@@ -312,7 +314,7 @@ def require_memorised(
         raise RuntimeError(f"{condition.name} learned only {metrics['train_accuracy']:.1%} of its random labels "
                            f"({least:.0%} are needed); train longer or on fewer images. No checkpoint was written.")
 
-# %% ../nbs/05_training.ipynb #4212ebbd
+# %% ../nbs/05_training.ipynb #7263c960
 def describe_run(
     condition:Condition, # what decides the run
     step:int, # optimiser steps done
@@ -320,9 +322,14 @@ def describe_run(
 ) -> dict: # for the checkpoint's header
     "What a checkpoint says about itself."
     total = condition.epochs * steps_per_epoch(condition)
-    return {"condition": asdict(condition), "step": step, "total_steps": total, "torch": versions()["torch"], **metrics}
+    return {"condition": asdict(condition), "step": step, "total_steps": total, **arithmetic(), **metrics}
 
-# %% ../nbs/05_training.ipynb #4b8127cd
+def arithmetic() -> dict: # strings and numbers
+    "What, beside the condition, decides the last bit of a run."
+    return {"torch": versions()["torch"], "robustness": versions()["robustness"], "threads": torch.get_num_threads(),
+            "cpu_capability": torch.backends.cpu.get_cpu_capability()}
+
+# %% ../nbs/05_training.ipynb #599c499d
 def training_curve(
     condition:Condition, # what decides the run
     curve:list, # a row an epoch: loss, training accuracy, test accuracy
@@ -330,7 +337,8 @@ def training_curve(
     "The training curve as a labelled data set."
     names = ("loss", "train_accuracy", "test_accuracy")
     columns = {name: ("epoch", [row[i] for row in curve]) for i, name in enumerate(names)}
-    data = xr.Dataset(columns, {"epoch": range(1, len(curve) + 1)}, {"condition": json.dumps(asdict(condition))})
+    data = xr.Dataset(columns, {"epoch": range(1, len(curve) + 1)})
+    data.attrs = {"condition": json.dumps(asdict(condition)), "trained_at_commit": git_commit(), **arithmetic()}
     data.train_accuracy.attrs["long_name"] = "accuracy on the images as trained on, during the epoch"
     data.test_accuracy.attrs["long_name"] = "accuracy on the first 2,000 sharp test images"
     return data
