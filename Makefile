@@ -20,12 +20,26 @@ ifeq ($(filter $(PRESET),$(PRESETS)),)
   $(error unknown preset '$(PRESET)'; known: $(PRESETS))
 endif
 
+# SEEDS="0 1" trains and measures these training seeds; results go to a folder of their own.
+comma := ,
+override SEEDS := $(strip $(subst $(comma), ,$(SEEDS)))
+ifneq ($(filter-out 0 1 2 3 4 5 6 7 8 9,$(SEEDS)),)
+  $(error SEEDS is '$(SEEDS)'; write training seeds from 0 to 9, such as SEEDS="0 1")
+endif
+ifneq ($(SEEDS),)
+  empty    :=
+  SUB      := /seeds-$(subst $(empty) ,-,$(SEEDS))
+  LIST     := [$(subst $(empty) ,$(comma) ,$(SEEDS))]
+  CHANGES  := , training_seeds=tuple($(LIST))
+  KNOBS    := -y 'training_seeds: $(LIST)'
+endif
+
 FIGURES   := 1 2 3 4 5
-OUT       := figures/$(PRESET)
-DATA      := data/$(PRESET)
+OUT       := figures/$(PRESET)$(SUB)
+DATA      := data/$(PRESET)$(SUB)
 REFERENCE := data/reference/$(PRESET)
 MODULES   := $(wildcard bump/*.py)
-WEIGHTS   := $(wildcard data/checkpoints/*.safetensors)
+WEIGHTS   := $(wildcard data/checkpoints/*.safetensors data/checkpoints/$(PRESET)/*/*.safetensors)
 PAPERMILL  = $(PY) -m papermill --cwd . -k python3 --log-output --no-progress-bar --log-level WARNING
 
 export PYTHONPATH := $(CURDIR)
@@ -36,7 +50,7 @@ export PYTHONWARNINGS := ignore:IProgress not found,ignore:`torch.jit.script` is
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help env figures list check train render reference export test smoke lab clean $(FIGURES:%=fig%)
+.PHONY: help env figures list check train ship render reference export test smoke lab clean $(FIGURES:%=fig%)
 
 help:
 	@echo 'make figures   rebuild the whole paper: $(DATA)/fig*.nc and $(OUT)/fig*.{pdf,png,csv}'
@@ -45,14 +59,15 @@ help:
 	@echo 'make check     what a preset lacks'
 	@echo 'make render    draw the figures from the committed results; nothing is measured'
 	@echo 'make reference make the working results of a preset the committed ones'
-	@echo 'make train     train the CIFAR-10 networks that are missing (needs CIFAR-10 in BUMP_DATA)'
+	@echo 'make train     train the CIFAR-10 networks that are missing (PRESET=cpu or paper; needs CIFAR-10 in BUMP_DATA)'
+	@echo 'make ship      copy the networks that quick measures from seed 0 of cpu'
 	@echo 'make export    generate bump/ from the notebooks, and clean them'
 	@echo 'make test      notebooks in step, their own tests, pytest, and a smoke run of all figures'
 	@echo 'make smoke     the five figures at the smallest size'
 	@echo 'make lab       JupyterLab in this environment'
 	@echo 'make clean     delete the results of a preset (not the environment)'
 	@echo
-	@echo 'PRESET=quick (default), cpu, paper or smoke; ENV=.venv (default) or current'
+	@echo 'PRESET=quick (default), cpu, paper or smoke; ENV=.venv (default) or current; SEEDS="0 1": only these training seeds'
 
 # --- environment ---------------------------------------------------------------------------------------------------
 
@@ -73,7 +88,7 @@ figures: $(OUT)/.inputs-are-there $(FIGURES:%=fig%) $(OUT)/deviation.txt
 
 # Whatever any figure lacks is said before the first one starts.
 $(OUT)/.inputs-are-there: $(MODULES) $(WEIGHTS) $(READY)
-	@$(PY) -c 'from bump.runner import check; check("$(PRESET)")'
+	@$(PY) -c 'from bump.runner import check; check("$(PRESET)"$(CHANGES))'
 	@mkdir -p $(OUT)
 	@touch $@
 
@@ -85,34 +100,40 @@ $(OUT)/fig%.ipynb $(OUT)/fig%.png $(OUT)/fig%.pdf $(OUT)/fig%_claims.csv $(DATA)
 	@mkdir -p $(OUT)
 	@rm -f $(OUT)/fig$**.* $(DATA)/fig$*.nc
 	@trap 'rm -f $(OUT)/fig$**.* $(DATA)/fig$*.nc' INT TERM; \
-	  $(PAPERMILL) -p preset $(PRESET) $< $(OUT)/.fig$*.partial.ipynb \
+	  $(PAPERMILL) -p preset $(PRESET) $(KNOBS) $< $(OUT)/.fig$*.partial.ipynb \
 	  || { rm -f $(OUT)/fig$**.* $(DATA)/fig$*.nc; echo "figure $* failed; see $(OUT)/.fig$*.partial.ipynb" >&2; exit 1; }
 	@mv $(OUT)/.fig$*.partial.ipynb $(OUT)/fig$*.ipynb
 	@touch $(OUT)/fig$*.png $(OUT)/fig$*.pdf $(OUT)/fig$*_claims.csv $(DATA)/fig$*.nc
 
 $(OUT)/deviation.txt: $(FIGURES:%=$(DATA)/fig%.nc) $(wildcard $(REFERENCE)/fig*.nc)
-	@$(PY) -c 'from bump.claims import report_deviation; print(report_deviation("$(PRESET)"))' > $@
+	@$(PY) -c 'from bump.claims import report_deviation; print(report_deviation("$(PRESET)", "$(DATA)"))' > $@
 
 render: $(READY)
-	@for n in $(FIGURES); do \
+	@for n in $(patsubst $(REFERENCE)/fig%.nc,%,$(wildcard $(REFERENCE)/fig?.nc)); do \
 	  $(PAPERMILL) -p preset $(PRESET) -p reference True nbs/fig$$n.ipynb .fig$$n.partial.ipynb || exit 1; \
 	  rm .fig$$n.partial.ipynb; echo "figures/reference/$(PRESET)/fig$$n"; done
 
-reference: $(FIGURES:%=$(DATA)/fig%.nc)
+# Figures that were not measured keep the reference they have.
+reference: $(READY)
+	@test -n '$(wildcard $(DATA)/fig?.nc)' || { echo 'no results in $(DATA); make figures PRESET=$(PRESET) measures them' >&2; exit 1; }
 	@mkdir -p $(REFERENCE)
-	cp $^ $(REFERENCE)
+	cp $(wildcard $(DATA)/fig?.nc) $(REFERENCE)
+	@$(PY) -c 'from bump.runner import save_training_record; save_training_record("$(PRESET)"$(CHANGES))'
 	@$(MAKE) --no-print-directory render
 
 # --- plans, training -----------------------------------------------------------------------------------------------
 
 list: $(READY)
-	@$(PY) -c 'from bump.runner import show_plan; show_plan("$(PRESET)")'
+	@$(PY) -c 'from bump.runner import show_plan; show_plan("$(PRESET)"$(CHANGES))'
 
 check: $(READY)
-	@$(PY) -c 'from bump.runner import check; check("$(PRESET)")'
+	@$(PY) -c 'from bump.runner import check; check("$(PRESET)"$(CHANGES))'
 
 train: $(READY)
-	@$(PY) -c 'from bump.runner import train_preset; train_preset("$(PRESET)")'
+	@$(PY) -c 'from bump.runner import train_preset; train_preset("$(PRESET)"$(CHANGES))'
+
+ship: $(READY)
+	@$(PY) -c 'from bump.runner import ship; ship()'
 
 # --- notebooks ------------------------------------------------------------------------------------------------------
 

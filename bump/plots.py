@@ -5,12 +5,12 @@
 # %% auto #0
 __all__ = ['FULL', 'STYLE', 'ENCODER_COLOURS', 'CONDITION_COLOURS', 'INK', 'QUIET', 'SPEC_WORDS', 'ETA_LABEL', 'R_LABEL',
            'LOG_FROM', 'THIN', 'BOLD', 'DASHES', 'METADATA', 'encoder_colours', 'encoder_name', 'ordered_colours',
-           'drawn', 'scale_response', 'plain_log', 'scale_eta', 'draw_images', 'thin_alpha', 'draw_median', 'has_peak',
-           'draw_peak', 'finish_panel', 'letter', 'count_images', 'titled', 'corner', 'tell_peak', 'legend_outside',
-           'legend_below', 'sample', 'panel_1a', 'panel_1b', 'medians', 'panel_1c', 'figure1', 'displacement_per_eta',
-           'local_linear', 'draw_displacement', 'draw_linear', 'panel_2a', 'small_multiples', 'panel_2b', 'panel_2c',
-           'figure2', 'grid', 'grid_panel', 'figure3', 'figure4', 'figure5', 'panel_table', 'panel_tables',
-           'save_figure', 'save_tables']
+           'drawn', 'scale_response', 'plain_log', 'scale_eta', 'draw_images', 'thin_alpha', 'draw_median',
+           'across_seeds', 'has_peak', 'draw_peak', 'finish_panel', 'letter', 'count_images', 'titled', 'corner',
+           'tell_peak', 'legend_outside', 'legend_below', 'sample', 'panel_1a', 'panel_1b', 'medians', 'panel_1c',
+           'draw_course', 'draw_range', 'figure1', 'tell_course', 'displacement_per_eta', 'local_linear',
+           'draw_displacement', 'draw_linear', 'panel_2a', 'small_multiples', 'panel_2b', 'panel_2c', 'figure2', 'grid',
+           'grid_panel', 'figure3', 'figure4', 'figure5', 'panel_table', 'panel_tables', 'save_figure', 'save_tables']
 
 # %% ../nbs/09_plots.ipynb #f11b8864
 from itertools import product
@@ -143,7 +143,7 @@ def thin_alpha(profiles:xr.Dataset) -> float: # opacity
     "Many images are drawn fainter than few, so that the median stays visible."
     return float(np.clip(1.6 / np.sqrt(profiles.sizes["image"]), .15, .6))
 
-# %% ../nbs/09_plots.ipynb #274ea8d3
+# %% ../nbs/09_plots.ipynb #69d098e8
 def draw_median(
     ax:Axes, # where to draw
     profiles:xr.Dataset, # dims (image, direction, eta)
@@ -152,12 +152,27 @@ def draw_median(
     dashed:bool=False, # random initialisation
     halo:bool=False, # a white seam, to stand out from the images
     width:float=1.5, # points
+    bare:bool=False, # without the dot and the single seeds
 ):
-    "The median in bold, with a dot at its peak if it has one."
-    median, seam = median_profile(profiles), [withStroke(linewidth=width + 1, foreground="white", alpha=.8)]
+    "The median in bold, with a dot at its peak if it has one; over several training seeds, each of them as a thin line."
+    seeds, seam = median_profile(profiles), [withStroke(linewidth=width + 1, foreground="white", alpha=.8)]
+    median = across_seeds(seeds)
     ax.plot(median.eta, reliable_response(median), color=colour, linestyle=DASHES if dashed else "-",
             linewidth=width, path_effects=seam if halo else None, **BOLD)
+    if bare: return
+    if seeds.sizes.get("training_seed", 1) > 1:
+        ax.plot(seeds.eta, reliable_response(seeds).transpose("eta", "training_seed"), color=colour, alpha=.7, **THIN)
     if has_peak(median): draw_peak(ax, describe(median), colour)
+
+# %% ../nbs/09_plots.ipynb #5e22038f
+def across_seeds(
+    median:xr.Dataset, # from median_profile, perhaps with the dimension training_seed
+) -> xr.Dataset: # response and reliable, without that dimension
+    "The median over training seeds of their median curves, reliable where all of them are."
+    if "training_seed" not in median.dims: return median
+    response = reliable_response(median)
+    return xr.Dataset({"response": response.median("training_seed", skipna=False),
+                       "reliable": response.notnull().all("training_seed")})
 
 # %% ../nbs/09_plots.ipynb #d5133140
 def has_peak(median:xr.Dataset) -> bool: # of one curve, from median_profile
@@ -189,14 +204,16 @@ def letter(
     ax.annotate(text, (0, 1), (-16, 5), xycoords="axes fraction", textcoords="offset points", fontweight="bold",
                 fontsize=9)
 
-# %% ../nbs/09_plots.ipynb #f6080f8b
+# %% ../nbs/09_plots.ipynb #9d71475d
 def count_images(
     profiles:xr.Dataset, # dims (…, image, direction, eta)
 ) -> str: # such as "n = 8, 1 kink"
-    "Numbers of images and of kinks."
-    kinks = profiles.kink.astype(bool).sum("image")
+    "Numbers of images, of kinks and of training seeds."
+    kinks, seeds = profiles.kink.astype(bool).sum("image"), profiles.sizes.get("training_seed", 1)
     low, high = int(kinks.min()), int(kinks.max())
-    return f"n = {profiles.sizes['image']}" + (f", {low if low == high else f'{low}–{high}'} kink{'s' if high > 1 else ''}" if high else "")
+    range_, noun = str(low) if low == high else f"{low}–{high}", "kinks" if high > 1 else "kink"
+    told = [f"n = {profiles.sizes['image']}", f"{range_} {noun}" * (high > 0), f"{seeds} seeds" * (seeds > 1)]
+    return ", ".join(filter(None, told))
 
 # %% ../nbs/09_plots.ipynb #103ba7c7
 def titled(
@@ -285,39 +302,96 @@ def medians(profiles:xr.Dataset) -> xr.DataArray: # (…, eta)
     "Median responses as drawn."
     return reliable_response(median_profile(profiles))
 
-# %% ../nbs/09_plots.ipynb #b6fc12b2
-def panel_1c(ax:Axes, profiles:xr.Dataset) -> dict: # legend
-    "Medians along a training run."
-    colours = ordered_colours(profiles.checkpoint.values)
-    for step, colour in colours.items(): draw_median(ax, profiles.sel(checkpoint=step), colour)
-    scale_response([ax], medians(profiles))
+# %% ../nbs/09_plots.ipynb #cfb2bc4f
+def panel_1c(
+    ax:Axes, # where to draw
+    profiles:xr.Dataset, # dims (training_seed, statistics, checkpoint, image, direction, eta)
+):
+    "Medians along a training run, with running batch statistics."
+    running, colours = profiles.sel(statistics="running"), ordered_colours(profiles.checkpoint.values)
+    for step, colour in colours.items():
+        draw_median(ax, running.sel(checkpoint=step), colour, width=1.5 if len(colours) < 10 else .8, bare=True)
+    scale_response([ax], across_seeds(median_profile(running)).response)
     ax.set_title(titled("ResNet-18", profiles))
-    shares = (f"{100 * f:.0f}" if f > .1 else f"{100 * f:.2g}" for f in profiles.fraction.values)
-    return {f"{step:,} ({share} %)": sample(colour) for (step, colour), share in zip(colours.items(), shares)}
 
-# %% ../nbs/09_plots.ipynb #17e023a3
+# %% ../nbs/09_plots.ipynb #cb245fe5
+def draw_course(
+    axes, # two Axes: for r* and for η*
+    profiles:xr.Dataset, # dims (training_seed, statistics, checkpoint, image, direction, eta), coordinate `fraction`
+):
+    "Height and place of the bump along the run; a cross where a seed has none."
+    colours, shares = ordered_colours(profiles.checkpoint.values), profiles.fraction.values
+    start = shares[shares > 0].min() / 2  # where the initialisation stands on the logarithmic axis
+    for k, statistics in enumerate(profiles.statistics.values):
+        peaks = describe(median_profile(profiles.sel(statistics=statistics)))
+        for (step, colour), share in zip(colours.items(), np.maximum(shares, start) * 1.12**k):
+            face = colour if statistics == "running" else "white"
+            draw_range(axes, peaks.sel(checkpoint=step), share, dict(color=colour, mfc=face, mew=.7))
+    axes[0].axhline(1, color=INK, linewidth=.4, zorder=1)
+    axes[0].margins(y=.4)
+    axes[1].set_yscale("log")
+    axes[1].margins(y=.8)
+    plain_log(axes[1].yaxis)
+    for ax in axes:
+        ax.set_xscale("log")
+        ax.set_xticks([start, *10.0 ** np.arange(np.ceil(np.log10(start * 2)), 1)])
+        ax.xaxis.set_minor_formatter(NullFormatter())
+        ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: "0" if x == start else f"{100 * x:g} %"))
+    axes[0].tick_params(labelbottom=False)
+
+def draw_range(
+    axes, # two Axes: for r* and for η*
+    peaks:xr.Dataset, # description of the curves of all training seeds
+    x:float, # where
+    style:dict, # of the marker
+):
+    "A marker at the median over seeds, with a bar over their range."
+    bumps = (peaks.kind == "bump").values
+    if not bumps.all(): axes[0].plot(x, 1, "x", ms=3, **style)
+    for ax, name in zip(axes, ("peak_response", "peak_eta")):
+        values = peaks[name].values[bumps]
+        if len(values) > 1: ax.plot([x, x], [values.min(), values.max()], color=style["color"], linewidth=.8)
+        if len(values): ax.plot(x, np.median(values), "o", ms=2.5, **style)
+
+# %% ../nbs/09_plots.ipynb #3428359f
 def figure1(
     tree:xr.DataTree, # groups a, b, c
     *,
     width:float=FULL, # inches
 ) -> Figure:
     "Figure 1: a single encoder; trained against random encoders; the course of training."
+    panels = {name: tree[name].to_dataset() for name in "abc"}
     with rc_context(STYLE):
-        height = .44 * width + .07 * max(0, tree["c"].sizes["checkpoint"] - 6)  # room for the legend
-        figure = Figure(figsize=(width, height), layout="constrained")
-        axes = figure.subplots(2, 3, height_ratios=[1, .01])
-        steps = "optimiser steps (share of the run)"
-        draw = {"a": (panel_1a, "", 1), "b": (panel_1b, "", 2), "c": (panel_1c, steps, 2)}
-        for (name, (function, title, columns)), ax, below in zip(draw.items(), *axes):
-            profiles = tree[name].to_dataset()
-            legend_below(below, function(ax, profiles), title, columns)
-            scale_eta([ax], profiles.eta)
+        figure = Figure(figsize=(width, .6 * width), layout="constrained")
+        cells = figure.add_gridspec(2, 3, height_ratios=[1, .55])
+        above = {name: figure.add_subplot(cells[0, i]) for i, name in enumerate(panels)}
+        legend_below(figure.add_subplot(cells[1, 0]), panel_1a(above["a"], panels["a"]), columns=1)
+        legend_below(figure.add_subplot(cells[1, 1]), panel_1b(above["b"], panels["b"]))
+        panel_1c(above["c"], panels["c"])
+        course = cells[1, 2].subgridspec(2, 1).subplots(sharex=True)
+        draw_course(course, panels["c"])
+        for name, ax in above.items():
+            scale_eta([ax], panels[name].eta)
             finish_panel(ax)
-            corner(ax, count_images(profiles))
+            corner(ax, count_images(panels[name]))
             letter(ax, name)
             ax.set_xlabel(ETA_LABEL)
-        axes[0, 0].set_ylabel(R_LABEL)
+        above["a"].set_ylabel(R_LABEL)
+        tell_course(course, panels["c"])
     return figure
+
+def tell_course(
+    axes, # two Axes, as drawn by draw_course
+    profiles:xr.Dataset, # dims (training_seed, statistics, checkpoint, image, direction, eta)
+):
+    "Labels of the course, and what its marks mean."
+    axes[0].set_ylabel(r"$r^*$")
+    axes[1].set(xlabel="share of the training run", ylabel=r"$\eta^*$")
+    words = {"running": ("running batch statistics", QUIET), "recalibrated": ("recalibrated", "white")}
+    marks = [Line2D([], [], color=QUIET, linestyle="", marker="o", ms=2.5, mfc=words[s][1], label=words[s][0])
+             for s in profiles.statistics.values]
+    cross = Line2D([], [], color=QUIET, linestyle="", marker="x", ms=3, label="no bump")
+    axes[0].legend(handles=[*marks, cross], loc="upper left", fontsize=5.5, labelspacing=.2, handletextpad=.2)
 
 # %% ../nbs/09_plots.ipynb #205bc5d1
 def displacement_per_eta(

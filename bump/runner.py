@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['LONG_NAMES', 'cell_images', 'images_of', 'cell_parts', 'encoder_coordinates', 'describe_coordinates', 'cell_encoder',
-           'measure_cell', 'is_measured', 'stack', 'results_folder', 'figure_path', 'output_path', 'run_attributes',
-           'measure_panels', 'measure', 'plan', 'show_plan', 'check', 'train_preset', 'require_unchanged',
-           'record_checksums']
+           'training_images', 'measure_cell', 'is_measured', 'stack', 'results_folder', 'figure_path', 'output_path',
+           'run_attributes', 'measure_panels', 'compact', 'measure', 'plan', 'show_plan', 'check', 'train_preset',
+           'checkpoint_folder', 'runs_folder', 'shipped_names', 'ship', 'training_record', 'save_training_record',
+           'require_unchanged', 'record_checksums']
 
-# %% ../nbs/07_runner.ipynb #8236099f
+# %% ../nbs/07_runner.ipynb #98ec5d78
 import inspect
 import json
 import sys
@@ -18,18 +19,20 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import torch
 import xarray as xr
 from tqdm import tqdm
 
 import bump.encoders
 import bump.response
-from .encoders import Encoder, encoder_identity, load_encoder, native_size, sha256_of
-from .experiments import (FIGURES, Cell, Preset, estimated_seconds, figure_cells, forward_passes, missing_inputs,
-                              preset_inputs, preset_named, recorded_sha256, require_inputs)
+from .encoders import Encoder, encoder_identity, load_encoder, native_size, read_checkpoint, sha256_of
+from .experiments import (FIGURES, Cell, Preset, estimated_seconds, figure_cells, forward_passes,
+                              is_shipped, missing_inputs, preset_inputs, preset_named, recorded_sha256, require_inputs, run_steps,
+                              training_runs)
 from .images import load_cifar10, load_images
 from .response import eta_ladder, response_profile
 from .store import cached, code_hash, content_key, git_commit, load, project_root, save, versions, write_atomically
-from .training import train
+from .training import Condition, recalibrate, recalibration_images, train
 
 # %% ../nbs/07_runner.ipynb #1ef12876
 @lru_cache(maxsize=32)
@@ -50,19 +53,21 @@ def images_of(
     "The images of a cell."
     return cell_images(cell.image_set, cell.n, native_size(cell.encoder), preset.seed, cell.blur)
 
-# %% ../nbs/07_runner.ipynb #cabae547
+# %% ../nbs/07_runner.ipynb #ef036a3b
 def cell_parts(
     cell:Cell, # what is measured
     preset:Preset, # for the ladder, directions and seed
     images:xr.DataArray, # of the cell
 ) -> dict: # for bump.store.cached
     "Everything that decides the numbers of a cell."
-    return {"encoder": encoder_identity(cell.encoder, cell.trained, preset.seed), "images": images.sha256.values.tolist(),
-            "sources": images.source.values.tolist(), "ladder": list(preset.ladder), "n_directions": preset.n_directions,
-            "seed": preset.seed, "code": [code_hash(inspect.getsource(module)) for module in (bump.response, bump.encoders)],
-            "numpy": versions()["numpy"]}
+    parts = {"encoder": encoder_identity(cell.encoder, cell.trained, preset.seed), "images": images.sha256.values.tolist(),
+             "sources": images.source.values.tolist(), "ladder": list(preset.ladder), "n_directions": preset.n_directions,
+             "seed": preset.seed, "code": [code_hash(inspect.getsource(module)) for module in (bump.response, bump.encoders)],
+             "numpy": versions()["numpy"]}
+    if not cell.recalibrated: return parts
+    return parts | {"recalibrated": [code_hash(inspect.getsource(part)) for part in (recalibrate, recalibration_images)]}
 
-# %% ../nbs/07_runner.ipynb #f2dd005f
+# %% ../nbs/07_runner.ipynb #f65a0afd
 def encoder_coordinates(
     cell:Cell, # what is measured
     provenance:dict, # of the encoder
@@ -73,10 +78,10 @@ def encoder_coordinates(
     if "training" not in provenance: return coords
     training = json.loads(provenance["training"])
     metrics = {name: training.get(name, np.nan) for name in
-               ("train_accuracy", "test_accuracy", "pgd20_accuracy_l2_0.25", "pgd20_accuracy_l2_1")}
+               ("train_accuracy", "test_accuracy", "test_accuracy_blurred", "pgd20_accuracy_l2_0.25", "pgd20_accuracy_l2_1")}
     return {**coords, "fraction": training["step"] / training["total_steps"], **metrics}
 
-# %% ../nbs/07_runner.ipynb #b84a37bd
+# %% ../nbs/07_runner.ipynb #2e2bbfb6
 LONG_NAMES = {
     "encoder": "name of the encoder", "initialisation": "trained, or random: the same architecture untrained",
     "image_set": "name of the image set", "image": "index of the image", "condition": "what the network was trained on",
@@ -88,6 +93,8 @@ LONG_NAMES = {
     "image_blur": "standard deviation of the evaluation blur, pixels", "measured_at_commit": "git commit of the measurement",
     "fraction": "share of the training run that is done", "train_accuracy": "accuracy on the training images",
     "test_accuracy": "accuracy on the CIFAR-10 test images",
+    "test_accuracy_blurred": "accuracy on the CIFAR-10 test images, blurred as in training",
+    "training_seed": "seed of the training run", "statistics": "of batch normalisation: running, or recalibrated on training images",
     "pgd20_accuracy_l2_0.25": "accuracy under a 20-step L2 attack of radius 0.25",
     "pgd20_accuracy_l2_1": "accuracy under a 20-step L2 attack of radius 1",
 }
@@ -99,17 +106,27 @@ def describe_coordinates(
     for name in LONG_NAMES.keys() & panel.coords.keys(): panel[name].attrs["long_name"] = LONG_NAMES[name]
     return panel
 
-# %% ../nbs/07_runner.ipynb #c3d6b5f7
+# %% ../nbs/07_runner.ipynb #9659b5e1
 @lru_cache(maxsize=1)
 def cell_encoder(
     spec:str, # as for bump.encoders.load_encoder, like the rest
     trained:bool, # False: random initialisation
     seed:int, # of the initialisation
+    recalibrated:bool=False, # batch normalisation with statistics taken anew
 ) -> Encoder:
     "The encoder of the current cell; consecutive cells often share it."
-    return load_encoder(spec, trained, seed)
+    encoder = load_encoder(spec, trained, seed)
+    if not recalibrated: return encoder
+    return recalibrate(encoder, training_images(json.dumps(json.loads(encoder.provenance["training"])["condition"])))
 
-# %% ../nbs/07_runner.ipynb #c32e2bf1
+@lru_cache(maxsize=1)
+def training_images(
+    condition:str, # of a training run, as JSON
+) -> torch.Tensor: # (N, 3, 32, 32) in [0, 1]
+    "Images that the networks of a run were trained on, kept for its next checkpoint. Raises FileNotFoundError without CIFAR-10."
+    return recalibration_images(Condition(**json.loads(condition)), *load_cifar10(train=True))
+
+# %% ../nbs/07_runner.ipynb #fc696df0
 def measure_cell(
     cell:Cell, # what is measured
     preset:Preset, # whose table and ladder are used
@@ -118,7 +135,7 @@ def measure_cell(
     "The profile of a cell: from disk if it was measured before, else measured and kept."
     images = images_of(cell, preset)
     def measure():
-        encoder = cell_encoder(cell.encoder, cell.trained, preset.seed)
+        encoder = cell_encoder(cell.encoder, cell.trained, preset.seed, cell.recalibrated)
         profile = response_profile(encoder, images, eta_ladder(*preset.ladder), n_directions=preset.n_directions,
                                    seed=preset.seed, progress=False)
         return profile.assign_coords(encoder_coordinates(cell, encoder.provenance))
@@ -145,15 +162,17 @@ def stack(
     return xr.concat(parts, pd.Index(list(groups), name=dimension), data_vars="all", coords="different", compat="equals",
                      join="exact", combine_attrs="drop_conflicts")
 
-# %% ../nbs/07_runner.ipynb #7dbbd015
+# %% ../nbs/07_runner.ipynb #fcb01774
 def results_folder(
     preset:str, # its name
     reference:bool=False, # the committed results instead of the working ones
-    **knobs, # changes to the preset; None for no change
+    training_seeds:tuple=None, # of the networks trained here; None for the preset's
+    **knobs, # further changes to the preset; None for no change
 ) -> Path: # relative to data/ or figures/
     "The folder of a run. A variation of a preset never overwrites the preset's own results."
     if reference: return Path("reference") / preset
-    return Path(preset) / "variation" if any(v is not None for v in knobs.values()) else Path(preset)
+    if any(v is not None for v in knobs.values()): return Path(preset) / "variation"
+    return Path(preset) if training_seeds is None else Path(preset) / "-".join(["seeds", *map(str, training_seeds)])
 
 # %% ../nbs/07_runner.ipynb #bb0fac0f
 def figure_path(
@@ -175,17 +194,17 @@ def output_path(
     "Where a figure's PDF, PNG and tables go."
     return project_root() / "figures" / results_folder(preset, reference, **knobs) / f"fig{figure}"
 
-# %% ../nbs/07_runner.ipynb #fc2b9947
+# %% ../nbs/07_runner.ipynb #f8e50da7
 def run_attributes(
     preset:Preset, # whose table and ladder are used
     figure:int, # 1 to 5
 ) -> dict: # plain values
     "What belongs to the run as a whole."
     return {"figure": figure, "preset": preset.name, "seed": preset.seed, "n_directions": preset.n_directions,
-            "n_images": preset.n_images, "n_small": preset.n_small,
+            "n_images": preset.n_images, "n_small": preset.n_small, "training_seeds": list(preset.training_seeds),
             "eta_ladder": list(preset.ladder), **{f"version_{name}": v for name, v in versions().items()}}
 
-# %% ../nbs/07_runner.ipynb #fdee2aae
+# %% ../nbs/07_runner.ipynb #8d60d290
 def measure_panels(
     figure:int, # 1 to 5
     preset:Preset, # whose table and ladder are used
@@ -205,10 +224,19 @@ def measure_panels(
             data = stack(profiles).assign_attrs(basis=basis, preset=preset.name)
             sets = {c.image_set for c in cells}
             data = data.assign_coords(image_set=sets.pop()) if len(sets) == 1 else data
-            measured[panel] = describe_coordinates(data)
+            measured[panel] = compact(describe_coordinates(data))
     return measured
 
-# %% ../nbs/07_runner.ipynb #45689dc8
+# %% ../nbs/07_runner.ipynb #91b8c45b
+def compact(
+    panel:xr.Dataset, # with the dimension eta
+) -> xr.Dataset: # the same
+    "Have the curves of a panel stored in 32 bits, compressed."
+    for variable in panel.data_vars.values():
+        if "eta" in variable.dims and variable.dtype == float: variable.encoding = {"dtype": "float32", "zlib": True}
+    return panel
+
+# %% ../nbs/07_runner.ipynb #eff95d8d
 def measure(
     figure:int, # 1 to 5
     preset:str="quick", # quick, smoke, cpu or paper
@@ -217,12 +245,14 @@ def measure(
     n_small:int=None, # 32-pixel images a cell; the preset's number by default
     n_directions:int=None, # directions an image; the preset's number by default
     seed:int=None, # of images, directions and random encoders; the preset's by default
+    training_seeds:list=None, # of the networks trained here; the preset's by default
     reference:bool=False, # read the committed results; nothing is measured
 ) -> xr.Dataset|xr.DataTree: # a tree with a group a panel for Figures 1 and 2
     """Measure a figure and write its data set.
 
     Raises ValueError for an unknown preset or figure and FileNotFoundError for missing inputs, before anything is measured."""
-    knobs = {"n_images": n_images, "n_small": n_small, "n_directions": n_directions, "seed": seed}
+    if training_seeds is not None: training_seeds = tuple(training_seeds)
+    knobs = {"n_images": n_images, "n_small": n_small, "n_directions": n_directions, "seed": seed, "training_seeds": training_seeds}
     chosen = preset_named(preset, **{name: value for name, value in knobs.items() if value is not None})
     path = figure_path(figure, preset, reference, **knobs)
     if reference and not path.exists(): raise FileNotFoundError(f"there are no committed results of preset {preset} ({path})")
@@ -249,38 +279,99 @@ def plan(
                      "minutes": round(sum(estimated_seconds(c, preset) for c in new) / 60, 1)})
     return pd.DataFrame(rows).set_index("figure")
 
-# %% ../nbs/07_runner.ipynb #d8cd584e
+# %% ../nbs/07_runner.ipynb #23406cf8
 def show_plan(
     preset:str, # its name
+    **changes, # fields to replace, such as training_seeds
 ):
     "Print the plan of a preset (`make list`)."
-    table = plan(preset_named(preset))
+    table = plan(preset_named(preset, **changes))
     print(f"preset {preset}: estimated for two cores of a current x86 server\n{table}\n"
           f"in all: {table['of them new'].sum()} cells, {table['forward passes'].sum()} forward passes, "
           f"about {table['minutes'].sum():.0f} minutes")
 
-# %% ../nbs/07_runner.ipynb #4f3ce5f3
+# %% ../nbs/07_runner.ipynb #e3d98503
 def check(
     preset:str, # its name
+    **changes, # fields to replace, such as training_seeds
 ):
     "Print what a preset lacks (`make check`); raises SystemExit if anything does."
-    problems = missing_inputs(preset_inputs(preset_named(preset)))
+    problems = missing_inputs(preset_inputs(preset_named(preset, **changes)))
     for problem in problems: print(f"- {problem}")
     if problems: raise SystemExit(f"preset {preset} lacks {len(problems)} inputs")
     print(f"preset {preset}: every input is there and whole")
 
-# %% ../nbs/07_runner.ipynb #31898707
+# %% ../nbs/07_runner.ipynb #e010bd31
 def train_preset(
     preset:str, # its name
+    **changes, # fields to replace, such as training_seeds
 ):
-    """Train every condition of a preset that isn't trained yet (`make train`), and record the checksums of its checkpoints.
+    """Train every network of a preset that isn't trained yet (`make train`), and record the checksums of its checkpoints.
 
-    Raises FileNotFoundError without CIFAR-10, and ValueError if a checkpoint that is there has changed."""
-    chosen, train_set, test_set = preset_named(preset), load_cifar10(train=True), load_cifar10(train=False)
-    folder = project_root() / chosen.checkpoints
-    require_unchanged(folder)
-    for condition in chosen.conditions: train(condition, train_set, test_set, folder, project_root() / "data" / "runs" / preset)
-    record_checksums(folder)
+    Raises ValueError for a preset whose networks are shipped or if a checkpoint that is there has changed, and
+    FileNotFoundError without CIFAR-10."""
+    chosen = preset_named(preset, **changes)
+    if is_shipped(chosen): raise ValueError(f"preset {preset} measures shipped networks, which are those of PRESET=cpu, seed 0: "
+                                            "train these, then `make ship` copies them")
+    train_set, test_set = load_cifar10(train=True), load_cifar10(train=False)
+    for folder in {checkpoint_folder(chosen, c.seed) for c in training_runs(chosen)}: require_unchanged(folder)
+    for condition in training_runs(chosen):
+        folder = checkpoint_folder(chosen, condition.seed)
+        train(condition, train_set, test_set, folder, runs_folder(chosen, condition.seed))
+        record_checksums(folder)
+
+def checkpoint_folder(preset:Preset, seed:int) -> Path: # its folder below data/checkpoints
+    "Where the checkpoints of a training seed lie."
+    return project_root() / preset.checkpoints.format(seed=seed)
+
+def runs_folder(preset:Preset, seed:int) -> Path: # its folder below data/runs
+    "Where the working states and training curves of a training seed lie."
+    return project_root() / "data" / "runs" / preset.name / f"seed-{seed}"
+
+# %% ../nbs/07_runner.ipynb #b5a003f4
+def shipped_names() -> list: # of checkpoints, without suffix
+    "The networks that the repository carries."
+    quick = preset_named("quick")
+    return sorted({*run_steps(quick).values(), *(c.name for c in training_runs(quick))})
+
+def ship():
+    """Copy the networks that `quick` measures from seed 0 of `cpu` (`make ship`).
+
+    Raises FileNotFoundError, before anything is copied, if one isn't trained yet."""
+    source, target = (checkpoint_folder(preset_named(name), 0) for name in ("cpu", "quick"))
+    lacking = [name for name in shipped_names() if not (source / f"{name}.safetensors").exists()]
+    if lacking: raise FileNotFoundError(f"{source} lacks {', '.join(lacking)}; `make train PRESET=cpu SEEDS=0` trains them")
+    for name in shipped_names():
+        data = (source / f"{name}.safetensors").read_bytes()
+        write_atomically(target / f"{name}.safetensors", lambda partial: partial.write_bytes(data))
+    for path in target.glob("*.safetensors"):
+        if path.stem not in shipped_names(): path.unlink()
+    record_checksums(target)
+
+# %% ../nbs/07_runner.ipynb #5beebee0
+def training_record(
+    preset:str, # its name
+    **changes, # fields to replace, such as training_seeds
+) -> xr.DataTree: # a group a condition, dims (training_seed, epoch)
+    "Training curves and final accuracies of a preset. Raises FileNotFoundError for a run that isn't finished."
+    chosen, groups = preset_named(preset, **changes), {}
+    for condition in training_runs(chosen):
+        curve = load(runs_folder(chosen, condition.seed) / f"{condition.name}.nc")
+        header = read_checkpoint(checkpoint_folder(chosen, condition.seed) / f"{condition.name}.safetensors")[1]
+        final = {f"final_{name}": ((), value, {"long_name": LONG_NAMES[name]}) for name, value in header.items() if "accuracy" in name}
+        about = {name: curve.attrs[name] for name in ("condition", "trained_at_commit")}
+        groups.setdefault(condition.name, {})[condition.seed] = curve.assign(final).assign_coords(about)
+    return xr.DataTree.from_dict({"/": xr.Dataset(attrs={"preset": preset}), **{
+        f"/{name}": xr.concat(runs.values(), pd.Index(list(runs), name="training_seed"), coords="different", compat="equals",
+                              combine_attrs="drop_conflicts") for name, runs in groups.items()}})
+
+def save_training_record(
+    preset:str, # its name
+    **changes, # fields to replace, such as training_seeds
+):
+    "Write data/reference/PRESET/training.nc, if the preset trains its own networks."
+    if is_shipped(preset_named(preset)): return
+    save(training_record(preset, **changes), project_root() / "data" / results_folder(preset, reference=True) / "training.nc")
 
 # %% ../nbs/07_runner.ipynb #25f3d11c
 def require_unchanged(

@@ -6,13 +6,15 @@
 __all__ = ['project_root', 'write_atomically', 'save', 'check_attributes', 'load', 'versions', 'git_commit', 'content_key',
            'code_hash', 'cached']
 
-# %% ../nbs/02_store.ipynb #519213d6
+# %% ../nbs/02_store.ipynb #d3bd5219
 import ast
+import errno
 import hashlib
 import json
 import numbers
 import os
 import platform
+import shutil
 import subprocess
 from importlib.metadata import version
 from pathlib import Path
@@ -25,18 +27,23 @@ def project_root() -> Path: # the folder that holds nbs/, bump/ and data/
     "The root of the checkout that this package was imported from."
     return Path(__file__).resolve().parents[1]
 
-# %% ../nbs/02_store.ipynb #3b9a5ab0
+# %% ../nbs/02_store.ipynb #00b0ee0b
 def write_atomically(
     path:Path, # the file that is wanted; its folder is made
     write, # function of a path, which writes there
 ):
-    "Write under a temporary name in the same folder, then move into place; a failure leaves what was there before."
+    """Write under a temporary name in the same folder, then move into place; a failure leaves what was there before.
+
+    Raises OSError with errno ENOSPC if the disk is full."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         write(partial)
         os.replace(partial, path)
+    except Exception as error:
+        if shutil.disk_usage(path.parent).free > 2**20: raise
+        raise OSError(errno.ENOSPC, "the disk is full; make room and run the same command again", str(path)) from error
     finally: partial.unlink(missing_ok=True)
 
 # %% ../nbs/02_store.ipynb #726a3705

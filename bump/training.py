@@ -6,13 +6,13 @@
 __all__ = ['Condition', 'prepare_data', 'augment_batch', 'logits', 'attack', 'accuracy', 'load_state', 'run_key',
            'steps_per_epoch', 'checkpoint_steps', 'train_epoch', 'train_step', 'start_run', 'final_metrics',
            'checkpoint_name', 'require_finished', 'train', 'require_memorised', 'describe_run', 'arithmetic',
-           'training_curve']
+           'training_curve', 'recalibration_images', 'recalibrate']
 
-# %% ../nbs/05_training.ipynb #36d60401
+# %% ../nbs/05_training.ipynb #1ddf83d0
 import json
 import math
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -342,3 +342,28 @@ def training_curve(
     data.train_accuracy.attrs["long_name"] = "accuracy on the images as trained on, during the epoch"
     data.test_accuracy.attrs["long_name"] = "accuracy on the first 2,000 sharp test images"
     return data
+
+# %% ../nbs/05_training.ipynb #6bfc0dac
+def recalibration_images(
+    condition:Condition, # whose training images they are
+    pixels:torch.Tensor, # uint8 (N, 3, 32, 32), the training images in official order
+    labels:torch.Tensor, # int64 (N,)
+    n:int=5_000, # the first so many
+) -> torch.Tensor: # float32 (n, 3, 32, 32) in [0, 1]
+    "Training images as the network saw them, augmentation included."
+    images, _ = prepare_data(replace(condition, n_images=min(n, condition.n_images)), pixels, labels)
+    return augment_batch(images, torch.Generator().manual_seed(condition.seed)) if condition.augment else images
+
+def recalibrate(
+    network:nn.Module, # pixels in [0, 1] to anything; changed in place and left in evaluation mode
+    images:torch.Tensor, # (N, 3, H, W) in [0, 1]
+    batch_size:int=250, # images that are normalised together
+) -> nn.Module: # the same network
+    "Replace the running statistics of batch normalisation by their averages over batches of images, weights unchanged."
+    norms = [m for m in network.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    momenta = [m.momentum for m in norms]
+    for m in norms: m.reset_running_stats(), m.train(), setattr(m, "momentum", None)  # None: an average over all batches
+    with torch.no_grad():
+        for batch in images.split(batch_size): network(batch)
+    for m, momentum in zip(norms, momenta): m.momentum = momentum
+    return network.eval()

@@ -1,17 +1,22 @@
-"""The shipped networks are what the table of experiments says, and as good as they must be."""
+"""The shipped networks are what the table of experiments says, as good as they must be, and none the worse for 16 bits."""
 import json
 from dataclasses import asdict
 
+import numpy as np
 import pytest
+import torch
 
 from bump.encoders import load_encoder, read_checkpoint, sha256_of
-from bump.experiments import QUICK, checkpoint_spec, recorded_sha256, run_steps
-from bump.images import load_cifar10
-from bump.store import project_root
+from bump.experiments import QUICK, checkpoint_spec, recorded_sha256, training_runs
+from bump.images import load_cifar10, load_images
+from bump.peaks import describe, median_profile
+from bump.response import eta_ladder, response_profile
+from bump.runner import checkpoint_folder, shipped_names
 from bump.training import accuracy
 
-FOLDER = project_root() / QUICK.checkpoints
-CONDITIONS = {c.name: c for c in QUICK.conditions}
+FOLDER = checkpoint_folder(QUICK, 0)
+CONDITIONS = {c.name: c for c in training_runs(QUICK)}
+BUMPS = ["clean", "clean-step02925", "blur-1", "true-labels", "l2-1"]
 
 
 def about(name: str) -> dict:
@@ -31,17 +36,18 @@ def test_recorded_checksum(path):
 
 
 def test_exactly_the_networks_that_are_measured():
-    wanted = {*CONDITIONS, *run_steps(CONDITIONS["clean"]).values()}
-    assert {p.stem for p in FOLDER.glob("*.safetensors")} == wanted
-    assert sum(p.stat().st_size for p in FOLDER.glob("*.safetensors")) < 25e6
+    assert {p.stem for p in FOLDER.glob("*.safetensors")} == set(shipped_names())
+    assert sum(p.stat().st_size for p in FOLDER.glob("*.safetensors")) < 30e6
 
 
 def test_floors():
-    assert about("clean")["test_accuracy"] >= .65
+    assert about("clean")["test_accuracy"] >= .90
     assert about("random-labels")["train_accuracy"] >= .99 and about("random-data")["train_accuracy"] >= .99
+    for name in ("blur-1", "blur-2"):
+        assert about(name)["test_accuracy"] < about(name)["test_accuracy_blurred"] - .1, "sharp images are foreign to it"
     for name, epsilon in (("l2-0.25", "0.25"), ("l2-1", "1")):
         metric = f"pgd20_accuracy_l2_{epsilon}"
-        assert about(name)[metric] > about("clean")[metric] + .2, "robust networks must be clearly above the clean one"
+        assert about(name)[metric] > about("l2-0")[metric] + .2, "robust networks must be clearly above the clean one"
 
 
 def test_randomised_networks_differ_from_their_twin_in_one_thing():
@@ -59,3 +65,27 @@ def test_accuracy_on_real_images(name):
         pytest.skip(str(error))
     network = load_encoder(checkpoint_spec(QUICK, name)).network
     assert abs(accuracy(network, pixels[:2000] / 255, labels[:2000]) - about(name)["test_accuracy"]) < .03
+
+
+def unrounded(encoder: torch.nn.Module) -> torch.nn.Module:
+    """A network whose weights are not halves, but round to those of `encoder`: what may have been stored."""
+    draw = torch.Generator().manual_seed(0)
+    for name, tensor in encoder.network.state_dict().items():
+        if tensor.is_floating_point() and tensor.numel() > 4096:
+            half = tensor.half()
+            gap = torch.nextafter(half, torch.tensor(torch.inf, dtype=torch.half)).float() - tensor
+            moved = tensor + .49 * gap * (2 * torch.rand(tensor.shape, generator=draw) - 1)
+            assert (moved.half() == half).float().mean() > .99 and (moved != tensor).float().mean() > .9, name
+            tensor.copy_(moved)
+    return encoder
+
+
+@pytest.mark.parametrize("name", BUMPS)
+def test_half_precision_moves_no_peak(name):
+    """By more than 2 % in height, or from its place on the ladder."""
+    images, spec = load_images("photo crops", 32, 32), checkpoint_spec(QUICK, name)
+    peaks = [describe(median_profile(response_profile(encoder, images, eta_ladder(1e-2, 1e2, 8), progress=False)))
+             for encoder in (load_encoder(spec), unrounded(load_encoder(spec)))]
+    assert all(p.kind == "bump" for p in peaks)
+    np.testing.assert_allclose(*[p.peak_response for p in peaks], rtol=.02)
+    assert abs(np.log10(peaks[0].peak_eta / peaks[1].peak_eta)) < .126, "at most one point of the ladder"

@@ -77,6 +77,21 @@ def test_parameters_reach_the_notebook(project):
     assert make(project, "fig3", "PRESET=smoke").returncode == 0
 
 
+def test_seeds_reach_the_notebook_and_have_a_folder(project):
+    write_figure3(project, STANDIN.replace("preset)", "preset, training_seeds=training_seeds)") + "\nassert training_seeds == [0, 1]\n")
+    assert make(project, "fig3", "PRESET=smoke").returncode != 0, "without SEEDS the preset's own seeds count"
+    made = make(project, "fig3", "PRESET=smoke", "SEEDS=0 1")
+    assert made.returncode == 0, made.stderr
+    assert (project / "figures/smoke/seeds-0-1/fig3.pdf").exists() and (project / "data/smoke/seeds-0-1/fig3.nc").exists()
+    assert results(project) == [], "the preset's own results are another thing"
+
+
+@pytest.mark.parametrize("seeds", ["x", "0;1", "-1"])
+def test_seeds_that_are_none(project, seeds):
+    failed = make(project, "fig3", f"SEEDS={seeds}")
+    assert failed.returncode != 0 and f"SEEDS is '{seeds}'" in failed.stderr
+
+
 @pytest.mark.parametrize("source", ["raise RuntimeError('early')", STANDIN + "\nraise RuntimeError('late')"])
 def test_a_failing_notebook_fails_and_leaves_nothing(project, source):
     assert make(project, "fig3", "PRESET=smoke").returncode == 0
@@ -111,5 +126,6 @@ def test_an_unknown_preset_fails_with_its_name(project, preset):
 
 def test_make_alone_lists_the_targets(project):
     listed = make(project).stdout
-    targets = ("figures", "fig3", "list", "check", "render", "reference", "train", "export", "test", "smoke", "lab", "clean")
+    targets = ("figures", "fig3", "list", "check", "render", "reference", "train", "ship", "export", "test",
+               "smoke", "lab", "clean")
     assert all(f"make {target}" in listed for target in targets)

@@ -79,9 +79,10 @@ def test_five_figures():
 
 
 def papermill_parameters():
-    "Names that the Makefile passes to papermill with -p."
+    "Names that the Makefile passes to papermill with -p or -y."
     recipes = (ROOT / "Makefile").read_text().replace("\\\n", " ").splitlines()
-    return {name for line in recipes if "$(PAPERMILL)" in line for name in re.findall(r" -p (\w+) ", line)}
+    calls = [line for line in recipes if "$(PAPERMILL)" in line or line.lstrip().startswith("KNOBS")]
+    return {name for line in calls for name in re.findall(r" -[py] '?(\w+)", line)}
 
 
 @named(FIGURES)
@@ -89,7 +90,7 @@ def test_figure_has_one_cell_of_parameters(path):
     found = [source for kind, source, tags, _ in cells(path) if kind == "code" and "parameters" in tags]
     assert len(found) == 1
     assigned = {t.id for node in ast.parse(found[0]).body if isinstance(node, ast.Assign) for t in node.targets}
-    assert {"preset"} <= papermill_parameters() <= assigned
+    assert {"preset", "training_seeds"} <= papermill_parameters() <= assigned
 
 
 @named(FIGURES)
