@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['SMALL_FAMILY', 'NARROW', 'LITES', 'NAMED', 'NAMED_RANDOM', 'QUICK', 'SMOKE', 'CPU', 'ROBUST', 'PAPER', 'PRESETS',
-           'FIGURES', 'LITE_SHA256', 'ZIP_SHA256', 'SECONDS', 'Cell', 'Preset', 'controlled_conditions', 'preset_named',
-           'is_shipped', 'checkpoint_spec', 'run_steps', 'training_runs', 'small_cell', 'figure1_cells',
-           'figure2_cells', 'grid_cells', 'figure3_cells', 'figure4_cells', 'figure5_cells', 'figure_cells', 'Input',
-           'recorded_sha256', 'encoder_input', 'existing', 'unsupported', 'preset_inputs', 'missing_inputs',
-           'require_inputs', 'ladder_points', 'forward_passes', 'estimated_seconds']
+           'FIGURES', 'LITE_SHA256', 'ZIP_SHA256', 'SECONDS', 'TRAINING_SECONDS', 'Cell', 'Preset',
+           'controlled_conditions', 'preset_named', 'is_shipped', 'checkpoint_spec', 'run_steps', 'training_runs',
+           'small_cell', 'figure1_cells', 'figure2_cells', 'grid_cells', 'figure3_cells', 'figure4_cells',
+           'figure5_cells', 'figure_cells', 'Input', 'recorded_sha256', 'encoder_input', 'existing', 'unsupported',
+           'preset_inputs', 'missing_inputs', 'require_inputs', 'ladder_points', 'forward_passes', 'estimated_seconds',
+           'estimated_training_seconds']
 
 # %% ../nbs/06_experiments.ipynb #86d93b37
 from dataclasses import dataclass, field, replace
@@ -385,3 +386,13 @@ def estimated_seconds(
     "Estimated time of a cell."
     spec = split_file_spec(cell.encoder)[1] if cell.encoder.startswith("file:") else cell.encoder
     return 1.25 * forward_passes(cell, preset) * SECONDS.get(spec.partition(":")[2].partition(".")[0], .05)
+
+# %% ../nbs/06_experiments.ipynb #d6b5bbb0
+TRAINING_SECONDS = 0.0009
+
+def estimated_training_seconds(
+    condition:Condition, # a training run
+) -> float: # on one core
+    "Estimated time of a training run."
+    passes = condition.n_images * condition.epochs * (1 + condition.attack_steps * (condition.epsilon > 0))
+    return passes * (condition.width / 16)**2 * TRAINING_SECONDS

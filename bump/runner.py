@@ -5,11 +5,11 @@
 # %% auto #0
 __all__ = ['LONG_NAMES', 'cell_images', 'images_of', 'cell_parts', 'encoder_coordinates', 'describe_coordinates', 'cell_encoder',
            'training_images', 'measure_cell', 'is_measured', 'stack', 'results_folder', 'figure_path', 'output_path',
-           'run_attributes', 'measure_panels', 'compact', 'measure', 'plan', 'show_plan', 'check', 'train_preset',
-           'checkpoint_folder', 'runs_folder', 'shipped_names', 'ship', 'training_record', 'save_training_record',
-           'require_unchanged', 'record_checksums']
+           'run_attributes', 'measure_panels', 'display_name', 'compact', 'measure', 'plan', 'show_plan', 'check',
+           'train_preset', 'checkpoint_folder', 'runs_folder', 'shipped_names', 'ship', 'training_record',
+           'save_training_record', 'require_unchanged', 'record_checksums']
 
-# %% ../nbs/07_runner.ipynb #98ec5d78
+# %% ../nbs/07_runner.ipynb #07f410f9
 import inspect
 import json
 import sys
@@ -26,7 +26,7 @@ from tqdm import tqdm
 import bump.encoders
 import bump.response
 from .encoders import Encoder, encoder_identity, load_encoder, native_size, read_checkpoint, sha256_of
-from .experiments import (FIGURES, Cell, Preset, estimated_seconds, figure_cells, forward_passes,
+from .experiments import (FIGURES, Cell, Preset, estimated_seconds, estimated_training_seconds, figure_cells, forward_passes,
                               is_shipped, missing_inputs, preset_inputs, preset_named, recorded_sha256, require_inputs, run_steps,
                               training_runs)
 from .images import load_cifar10, load_images
@@ -204,7 +204,7 @@ def run_attributes(
             "n_images": preset.n_images, "n_small": preset.n_small, "training_seeds": list(preset.training_seeds),
             "eta_ladder": list(preset.ladder), **{f"version_{name}": v for name, v in versions().items()}}
 
-# %% ../nbs/07_runner.ipynb #8d60d290
+# %% ../nbs/07_runner.ipynb #4e9696f5
 def measure_panels(
     figure:int, # 1 to 5
     preset:Preset, # whose table and ladder are used
@@ -223,9 +223,17 @@ def measure_panels(
             basis = preset.basis.get(f"{figure}{panel}", "as in the paper")
             data = stack(profiles).assign_attrs(basis=basis, preset=preset.name)
             sets = {c.image_set for c in cells}
-            data = data.assign_coords(image_set=sets.pop()) if len(sets) == 1 else data
+            data = data.assign_coords(image_set=display_name(preset, sets.pop())) if len(sets) == 1 else data
             measured[panel] = compact(describe_coordinates(data))
     return measured
+
+def display_name(
+    preset:Preset, # whose table is read
+    image_set:str, # name for bump.images.load_images
+) -> str: # for a title
+    "What a preset calls an image set."
+    names = {name: title for title, name in preset.image_sets.items()}
+    return {**names, **{name: title for title, (name, blur) in preset.small_sets.items() if not blur}}[image_set]
 
 # %% ../nbs/07_runner.ipynb #91b8c45b
 def compact(
@@ -279,13 +287,16 @@ def plan(
                      "minutes": round(sum(estimated_seconds(c, preset) for c in new) / 60, 1)})
     return pd.DataFrame(rows).set_index("figure")
 
-# %% ../nbs/07_runner.ipynb #23406cf8
+# %% ../nbs/07_runner.ipynb #a23f306e
 def show_plan(
     preset:str, # its name
     **changes, # fields to replace, such as training_seeds
 ):
     "Print the plan of a preset (`make list`)."
-    table = plan(preset_named(preset, **changes))
+    chosen = preset_named(preset, **changes)
+    table, runs = plan(chosen), [] if is_shipped(chosen) else training_runs(chosen)
+    if runs: print(f"networks to be trained first: {len(runs)}, about {sum(map(estimated_training_seconds, runs)) / 3600:.1f} hours "
+                   "on one core (`make train`)")
     print(f"preset {preset}: estimated for two cores of a current x86 server\n{table}\n"
           f"in all: {table['of them new'].sum()} cells, {table['forward passes'].sum()} forward passes, "
           f"about {table['minutes'].sum():.0f} minutes")

@@ -1,5 +1,6 @@
 """The project's own rules: pins, settings, figure notebooks, floors of the library, documentation, clean text files."""
 import ast
+import csv
 import json
 import re
 import subprocess
@@ -176,6 +177,19 @@ def test_public_parameters_are_documented(path):
                 if arg.lineno not in commented:
                     bare.append(f"{name}({arg.arg})")
     assert not bare, f"{len(bare)} parameters without a comment"
+
+
+# --- the README ---
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "figures/reference").glob("*/fig?_claims.csv")),
+                         ids=lambda p: f"{p.parent.name}-{p.stem}")
+def test_readme_tells_the_committed_verdicts(path):
+    """Word for word, so that no number in it is older than the data sets."""
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    with open(path, encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            assert f"| {row['verdict']} | {row['evidence']} |" in text
 
 
 # --- text files ---
