@@ -50,7 +50,7 @@ export PYTHONWARNINGS := ignore:IProgress not found,ignore:`torch.jit.script` is
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help env figures list check train ship render reference export test smoke lab clean $(FIGURES:%=fig%)
+.PHONY: help env figures list check train ship render reference export test smoke benchmark lab clean $(FIGURES:%=fig%)
 
 help:
 	@echo 'make figures   rebuild the whole paper: $(DATA)/fig*.nc and $(OUT)/fig*.{pdf,png,csv}'
@@ -64,6 +64,7 @@ help:
 	@echo 'make export    generate bump/ from the notebooks, and clean them'
 	@echo 'make test      notebooks in step, their own tests, pytest, and a smoke run of all figures'
 	@echo 'make smoke     the five figures at the smallest size'
+	@echo 'make benchmark an epoch of training against a plain loop (needs CIFAR-10 and an idle machine)'
 	@echo 'make lab       JupyterLab in this environment'
 	@echo 'make clean     delete the results of a preset (not the environment)'
 	@echo
@@ -135,6 +136,9 @@ train: $(READY)
 ship: $(READY)
 	@$(PY) -c 'from bump.runner import ship; ship()'
 
+benchmark: $(READY)
+	$(PY) benchmarks/training_speed.py --out benchmarks/training_speed.csv
+
 # --- notebooks ------------------------------------------------------------------------------------------------------
 
 export: $(READY)
@@ -147,7 +151,7 @@ lab: $(READY)
 # --- tests ---------------------------------------------------------------------------------------------------------
 
 test: $(READY)
-	$(PY) -m ruff check bump tests
+	$(PY) -m ruff check bump tests benchmarks
 	$(PY) tests/notebooks_in_step.py
 	OMP_NUM_THREADS=1 $(BIN)nbdev_test --n_workers 2
 	$(PY) -m pytest -q -rs tests

@@ -127,5 +127,5 @@ def test_an_unknown_preset_fails_with_its_name(project, preset):
 def test_make_alone_lists_the_targets(project):
     listed = make(project).stdout
     targets = ("figures", "fig3", "list", "check", "render", "reference", "train", "ship", "export", "test",
-               "smoke", "lab", "clean")
+               "smoke", "benchmark", "lab", "clean")
     assert all(f"make {target}" in listed for target in targets)
