@@ -107,11 +107,12 @@ SMOKE = replace(QUICK, name="smoke", ladder=(1e-2, 1e2, 2), n_images=2, n_small=
                 image_sets={s: s for s in ("photos", "binary", "textures", "pages", "noise")},
                 basis={panel: f"smoke test; {basis}" for panel, basis in QUICK.basis.items()})
 
-# %% ../nbs/06_experiments.ipynb #8e46b5c6
+# %% ../nbs/06_experiments.ipynb #b4b65937
 CPU = Preset(
     name="cpu", ladder=(1e-4, 1e2, 8), n_images=32, n_small=64,
     encoders=LITES, controls=LITES,
-    image_sets={s: s for s in ZIPS},
+    image_sets={"ImageNet photos": "imagenet photos", "textures": "dtd textures", "paintings": "paintings", "sketches": "sketches",
+                "chest X-rays": "chest x-rays"},
     small_sets={"CIFAR-10": ("cifar10", 0.0), "CIFAR-10, σ = 1": ("cifar10", 1.0), "noise": ("noise", 0.0),
                 "photo crops": ("photo crops", 0.0)},
     controlled=NARROW, family=SMALL_FAMILY, checkpoints="data/checkpoints/cpu/seed-{seed}", training_seeds=(0, 1, 2),

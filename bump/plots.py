@@ -353,7 +353,7 @@ def draw_range(
         if len(values) > 1: ax.plot([x, x], [values.min(), values.max()], color=style["color"], linewidth=.8)
         if len(values): ax.plot(x, np.median(values), "o", ms=2.5, **style)
 
-# %% ../nbs/09_plots.ipynb #3428359f
+# %% ../nbs/09_plots.ipynb #39cf1990
 def figure1(
     tree:xr.DataTree, # groups a, b, c
     *,
@@ -391,7 +391,7 @@ def tell_course(
     marks = [Line2D([], [], color=QUIET, linestyle="", marker="o", ms=2.5, mfc=words[s][1], label=words[s][0])
              for s in profiles.statistics.values]
     cross = Line2D([], [], color=QUIET, linestyle="", marker="x", ms=3, label="no bump")
-    axes[0].legend(handles=[*marks, cross], loc="upper left", fontsize=5.5, labelspacing=.2, handletextpad=.2)
+    axes[1].legend(handles=[*marks, cross], loc="lower left", fontsize=5.5, labelspacing=.2, handletextpad=.2)
 
 # %% ../nbs/09_plots.ipynb #205bc5d1
 def displacement_per_eta(
