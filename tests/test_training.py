@@ -1,19 +1,23 @@
 """Training under bad conditions: a clear error, nothing overwritten, no finished run lost; and the same bits after a kill."""
 import errno
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import bump.runner
-from bump.encoders import read_checkpoint
-from bump.experiments import CPU, checkpoint_spec, preset_named
-from bump.runner import ship, train_preset
-from bump.training import Condition, load_state, run_key, train
+from bump.encoders import build_seeded, cifar_resnet18, load_encoder, read_checkpoint, save_checkpoint
+from bump.experiments import CPU, checkpoint_spec, figure_cells, missing_inputs, preset_inputs, preset_named
+from bump.images import load_images
+from bump.response import eta_ladder, response_profile
+from bump.runner import measure_cell, ship, stack, train_preset
+from bump.training import Condition, load_state, made_by, train
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = Condition("tiny", n_images=256, width=4, epochs=3, batch_size=64, peak_lr=.05, checkpoints=(0, .5))
@@ -35,7 +39,7 @@ def content(*folders: Path) -> dict:
 def finished(tmp_path_factory):
     """A finished run: checkpoints, working state, curve."""
     folder = tmp_path_factory.mktemp("finished")
-    train(TINY, small_set(), small_set(), folder / "checkpoints", folder / "runs")
+    train(TINY, small_set(), small_set(16), folder / "checkpoints", folder / "runs")
     return folder
 
 
@@ -49,9 +53,9 @@ def test_a_finished_run_is_not_trained_again(finished, monkeypatch):
 @pytest.mark.parametrize("change", [{"width": 8}, {"seed": 1}, {"blur": 1.0}, {"n_images": 128}])
 def test_a_checkpoint_of_another_run_is_not_overwritten(finished, change):
     before = content(finished)
-    with pytest.raises(ValueError, match="tiny.safetensors was trained under another condition"):
+    with pytest.raises(ValueError, match="tiny.safetensors was trained under another condition or is another step"):
         train(replace(TINY, **change), small_set(), small_set(), finished / "checkpoints", finished / "runs")
-    with pytest.raises(ValueError, match="tiny.pt belongs to another condition; delete it"):
+    with pytest.raises(ValueError, match="tiny.pt was begun with .* instead of .*delete it to start afresh"):
         train(replace(TINY, **change), small_set(), small_set(), finished / "elsewhere", finished / "runs")
     assert content(finished) == before
 
@@ -73,7 +77,7 @@ def test_a_loss_that_becomes_nan_keeps_the_epochs_before(tmp_path, monkeypatch):
     monkeypatch.setattr("bump.training.train_step", poisoned)
     with pytest.raises(FloatingPointError, match="tiny: the loss became nan in epoch 1; lower peak_lr"):
         train(TINY, small_set(), small_set(), tmp_path, tmp_path)
-    assert load_state(tmp_path / "tiny.pt", run_key(TINY))["epoch"] == 1
+    assert load_state(tmp_path / "tiny.pt", made_by(TINY, small_set()))["epoch"] == 1
     assert sorted(p.name for p in tmp_path.iterdir()) == ["tiny-step00000.safetensors", "tiny.pt"]
 
 
@@ -83,27 +87,27 @@ def test_a_diverging_run_stops(tmp_path):
     assert not (tmp_path / "tiny.safetensors").exists()
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 200 kB, with 60 kB on it that are another run's."""
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", tmp_path], capture_output=True, check=False)
+@pytest.fixture(params=["200k", "4m"])
+def small_disk(tmp_path, request):
+    """A small file system, with 60 kB on it that are another run's; on the larger one, much room is left when a write fails."""
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={request.param}", "tmpfs", tmp_path], capture_output=True, check=False)
     if mounted.returncode:
         pytest.skip("no right to mount a small file system")
-    yield tmp_path
+    yield tmp_path, replace(TINY, epochs=1, n_images=64, width=8 if request.param == "200k" else 36)
     subprocess.run(["umount", "-l", tmp_path], check=True)
 
 
 def test_a_full_disk(small_disk):
     """The error names the file and the remedy; what was finished stays; with room, the run goes on."""
-    (small_disk / "other.safetensors").write_bytes(b"x" * 60_000)
-    wide = replace(TINY, width=8)
+    folder, wide = small_disk
+    (folder / "other.safetensors").write_bytes(b"x" * 60_000)
     with pytest.raises(OSError, match="the disk is full; make room") as caught:
-        train(wide, small_set(), small_set(), small_disk, small_disk)
+        train(wide, small_set(), small_set(16), folder, folder)
     assert caught.value.errno == errno.ENOSPC and "tiny" in str(caught.value.filename)
-    assert (small_disk / "other.safetensors").read_bytes() == b"x" * 60_000
-    assert not list(small_disk.glob(".*partial*")) and not (small_disk / "tiny.safetensors").exists()
-    subprocess.run(["mount", "-o", "remount,size=10m", small_disk], check=True)
-    assert train(wide, small_set(), small_set(), small_disk, small_disk).exists()
+    assert (folder / "other.safetensors").read_bytes() == b"x" * 60_000
+    assert not list(folder.glob(".*partial*")) and not (folder / "tiny.safetensors").exists()
+    subprocess.run(["mount", "-o", "remount,size=200m", folder], check=True)
+    assert train(wide, small_set(), small_set(16), folder, folder).exists()
 
 
 KILLED = """
@@ -117,7 +121,7 @@ def killed(*args):
     if len(calls) == 7: os.kill(os.getpid(), signal.SIGKILL)
     return step(*args)
 bump.training.train_step = killed
-bump.training.train(TINY, small_set(), small_set(), Path(sys.argv[1]), Path(sys.argv[2]))
+bump.training.train(TINY, small_set(), small_set(16), Path(sys.argv[1]), Path(sys.argv[2]))
 """
 
 
@@ -128,8 +132,8 @@ def test_killed_and_started_again_gives_the_same_bits(finished, tmp_path):
     threads = str(torch.get_num_threads())
     done = subprocess.run([sys.executable, "-c", KILLED, *where], cwd=ROOT, check=False,
                           env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": threads})
-    assert done.returncode == -9 and load_state(where[1] / "tiny.pt", run_key(TINY))["epoch"] == 1
-    train(TINY, small_set(), small_set(), *where)
+    assert done.returncode == -9 and load_state(where[1] / "tiny.pt", made_by(TINY, small_set()))["epoch"] == 1
+    train(TINY, small_set(), small_set(16), *where)
     for kind in ("checkpoints/*.safetensors", "runs/*.nc"):
         names = sorted(p.name for p in finished.glob(kind))
         assert names == sorted(p.name for p in tmp_path.glob(kind)) and names
@@ -144,8 +148,9 @@ def tiny_preset(tmp_path, monkeypatch):
     """The preset `cpu` with one tiny condition and two seeds, in a project of its own."""
     monkeypatch.setattr(bump.runner, "project_root", lambda: tmp_path)
     monkeypatch.setattr("bump.encoders.project_root", lambda: tmp_path)
-    monkeypatch.setattr("bump.runner.load_cifar10", lambda train: small_set())
-    tiny = replace(CPU, controlled=(TINY,), family={}, training_seeds=(0, 1))
+    monkeypatch.setattr("bump.runner.load_cifar10", lambda train: small_set(256 if train else 16))
+    tiny = replace(CPU, controlled=(TINY,), family={0.0: TINY}, training_seeds=(0, 1), course=(0, .5, 1), n_small=2,
+                   ladder=(1e-1, 1e1, 2), small_sets={"noise": ("noise", 0.0)})
     monkeypatch.setitem(bump.experiments.PRESETS, "cpu", tiny)
     return tmp_path
 
@@ -179,3 +184,80 @@ def test_nothing_is_shipped_that_is_not_trained(tiny_preset):
     with pytest.raises(FileNotFoundError, match="lacks .*clean.*make train PRESET=cpu SEEDS=0"):
         ship()
     assert shipped.read_bytes() == b"before"
+
+
+# --- measuring what was trained ---
+
+
+def course(preset: str) -> object:
+    """Figure 1c of the tiny preset, on two images of noise."""
+    chosen = preset_named(preset)
+    cells = figure_cells(chosen, 1)["c"]
+    return stack([(c.labels, measure_cell(c, chosen, bump.runner.project_root() / "cells")) for c in cells])
+
+
+def test_seeds_and_batch_statistics_are_measured(tiny_preset):
+    train_preset("cpu")
+    panel = course("cpu")
+    assert dict(panel.sizes) == {"training_seed": 2, "statistics": 2, "checkpoint": 3, "image": 2, "direction": 1, "eta": 5}
+    assert panel.training_seed.values.tolist() == [0, 1] and panel.fraction.values.tolist() == [0, .5, 1]
+    linear = panel.linear.squeeze("direction", drop=True)
+    assert (linear.isel(training_seed=0) != linear.isel(training_seed=1)).all()
+    running, recalibrated = (linear.sel(statistics=name) for name in ("running", "recalibrated"))
+    assert (running != recalibrated).all(), "untrained statistics (mean 0, variance 1) fit no images"
+
+
+def test_a_replaced_checkpoint_is_measured_anew(tiny_preset):
+    """In one process, as in JupyterLab: the encoder in memory must not be taken for the file's."""
+    train_preset("cpu", training_seeds=(0,))
+    chosen = preset_named("cpu", training_seeds=(0,))
+    cell = figure_cells(chosen, 1)["c"][0]
+    first = measure_cell(cell, chosen, tiny_preset / "cells")
+    save_checkpoint(build_seeded(lambda: cifar_resnet18(4), 7), tiny_preset / "data/checkpoints/cpu/seed-0/tiny-step00000.safetensors", {})
+    second = measure_cell(cell, chosen, tiny_preset / "cells")
+    fresh = response_profile(load_encoder(cell.encoder), load_images("noise", 2, 32), eta_ladder(*chosen.ladder), progress=False)
+    assert not np.allclose(first.linear, second.linear) and np.allclose(second.linear, fresh.linear)
+
+
+@pytest.mark.parametrize("wrong, told", [("seed-0/tiny.safetensors", "another condition"),
+                                         ("seed-1/tiny-step00000.safetensors", "another step"), ("", "is missing")])
+def test_check_looks_into_checkpoints(tiny_preset, wrong, told):
+    """A file of the right name with another seed's network, another step's, or none at all."""
+    train_preset("cpu")
+    folder = tiny_preset / "data/checkpoints/cpu"
+    target = folder / "seed-1/tiny.safetensors"
+    target.unlink()
+    if wrong:
+        shutil.copy(folder / wrong, target)
+    (folder / "seed-1/SHA256SUMS").unlink()
+    problems = missing_inputs(preset_inputs(preset_named("cpu"), [1]))
+    assert [p for p in problems if "seed-1/tiny.safetensors" in p and told in p], problems
+
+
+def test_a_lost_curve_is_written_again(finished, tmp_path):
+    shutil.copytree(finished, tmp_path / "copy")
+    curve = tmp_path / "copy/runs/tiny.nc"
+    before = curve.read_bytes()
+    curve.unlink()
+    train(TINY, small_set(), small_set(16), tmp_path / "copy/checkpoints", tmp_path / "copy/runs")
+    assert curve.read_bytes() == before
+    curve.unlink()
+    (tmp_path / "copy/runs/tiny.pt").unlink()
+    with pytest.raises(ValueError, match="tiny.nc is lost; delete the checkpoint"):
+        train(TINY, small_set(), small_set(16), tmp_path / "copy/checkpoints", tmp_path / "copy/runs")
+
+
+def test_training_on_other_images_does_not_resume(tmp_path):
+    pixels, labels = small_set()
+    with pytest.raises(FloatingPointError):
+        train(replace(TINY, peak_lr=1e8), (pixels, labels), small_set(), tmp_path, tmp_path)
+    train(TINY, (pixels, labels), small_set(), tmp_path / "a", tmp_path / "a")
+    (tmp_path / "a/tiny.safetensors").unlink()
+    with pytest.raises(ValueError, match="tiny.pt was begun with train_set"):
+        train(TINY, (255 - pixels, labels), small_set(), tmp_path / "a", tmp_path / "a")
+
+
+def test_a_step_checkpoint_of_another_run_is_not_adopted(finished, tmp_path):
+    tmp_path.joinpath("tiny-step00006.safetensors").write_bytes((finished / "checkpoints/tiny-step00006.safetensors").read_bytes())
+    with pytest.raises(ValueError, match="tiny-step00006.safetensors was trained under another condition"):
+        train(replace(TINY, seed=3), small_set(), small_set(), tmp_path, tmp_path / "runs")
