@@ -317,7 +317,7 @@ def train(
     save(training_curve(condition, state), curve_path)
     return final
 
-# %% ../nbs/05_training.ipynb #5e12db90
+# %% ../nbs/05_training.ipynb #3b23d27c
 def run_epochs(
     condition:Condition, # what decides the run
     made:dict, # from `made_by`
@@ -332,7 +332,7 @@ def run_epochs(
     parts = dict(zip(("model", "optimiser", "schedule"), start_run(condition)))
     for name, part in parts.items():
         if name in state: part.load_state_dict(state[name])
-    state = {**state, "commits": [*dict.fromkeys([*state["commits"], commit_at_start()])]}
+    if state["epoch"] < condition.epochs: state = {**state, "commits": [*dict.fromkeys([*state["commits"], commit_at_start()])]}
 
     def keep(step, **metrics):
         path = folder / f"{checkpoint_name(condition, step)}.safetensors"
