@@ -180,7 +180,7 @@ def judge_c2(
         told.append(f"{name}: {in_words(trained)}, at random {in_words(random)}")
     return Verdict("C2", grade(parts), basis_of(panel), "; ".join(told), {"median": plain(peaks, *CURVE)})
 
-# %% ../nbs/08_claims.ipynb #7aebc69c
+# %% ../nbs/08_claims.ipynb #bfe1ea93
 def judge_c3(
     panel:xr.Dataset, # Figure 1c: (checkpoint, image, direction, eta), perhaps in several runs; coordinate `fraction` of the run
 ) -> Verdict:
@@ -197,7 +197,7 @@ def judge_c3(
     evidence = (f"at {early[-1]:.0%} of the steps: {in_words(first)}; at the end: {in_words(final)}; "
                 f"in between r* within {spread(height, '.0%')} and η* within {spread(place, '.2f')} decades of the end")
     others = later.kind.isel(checkpoint=slice(1, -1))
-    evidence += f", {int((others == 'bump').sum())} of {others.size} curves bumps"
+    evidence += f", with {int((others == 'bump').sum())} of {others.size} curves bumps"
     if formed.size > 1: evidence += f"; formed in {int(formed.sum())}, stable in {int(stable.sum())} of {formed.size} runs"
     runs = xr.Dataset({"formed": formed, "stable": stable, "height": height, "decades": place}).reset_coords(drop=True)
     numbers = {"runs": plain(runs.unstack("run") if set(RUNS) & set(peaks.dims) else runs, *runs),

@@ -84,7 +84,7 @@ def drawn(
     "Responses as drawn: reliable points of images without a kink."
     return reliable_response(profiles).where(~profiles.kink.astype(bool))
 
-# %% ../nbs/09_plots.ipynb #53bb8753
+# %% ../nbs/09_plots.ipynb #5cb5d0b3
 def scale_response(
     axes, # list of Axes that share the scale
     values:xr.DataArray, # what is drawn on them
@@ -95,7 +95,7 @@ def scale_response(
     for ax in axes:
         if high <= LOG_FROM: ax.set_ylim(0, max(1.28 * high, 1.4)); continue
         ax.set_yscale("log")
-        ax.set_ylim(min(max(low, .04) / 1.3, .3), high * 2.5)
+        ax.set_ylim(min(max(low, .01) / 1.3, .3), high * 2.5)
         plain_log(ax.yaxis)
 
 # %% ../nbs/09_plots.ipynb #22d5f629
@@ -108,16 +108,17 @@ def plain_log(
     axis.set_minor_locator(LogLocator(subs=range(2, 10)))
     axis.set_minor_formatter(NullFormatter())
 
-# %% ../nbs/09_plots.ipynb #83938f4c
+# %% ../nbs/09_plots.ipynb #0cd33c07
 def scale_eta(
     axes, # list of Axes
     eta:xr.DataArray, # the ladder
 ):
     "A logarithmic axis for η, from the first to the last point of the ladder."
     decades = np.arange(np.floor(np.log10(eta.min())), np.ceil(np.log10(eta.max())) + 1)
+    every = 3 if len(axes) > 3 and len(decades) > 6 else 2  # narrow panels
     for ax in axes:
         ax.set_xscale("log")
-        ax.set_xticks(10.0 ** decades[decades % 2 == 0])
+        ax.set_xticks(10.0 ** decades[decades % every == 0])
         ax.set_xticks(10.0 ** decades, minor=True)
         ax.xaxis.set_minor_formatter(NullFormatter())
         ax.set_xlim(float(eta.min()), float(eta.max()))
@@ -353,7 +354,7 @@ def draw_range(
         if len(values) > 1: ax.plot([x, x], [values.min(), values.max()], color=style["color"], linewidth=.8)
         if len(values): ax.plot(x, np.median(values), "o", ms=2.5, **style)
 
-# %% ../nbs/09_plots.ipynb #39cf1990
+# %% ../nbs/09_plots.ipynb #bf555fb8
 def figure1(
     tree:xr.DataTree, # groups a, b, c
     *,
@@ -391,7 +392,9 @@ def tell_course(
     marks = [Line2D([], [], color=QUIET, linestyle="", marker="o", ms=2.5, mfc=words[s][1], label=words[s][0])
              for s in profiles.statistics.values]
     cross = Line2D([], [], color=QUIET, linestyle="", marker="x", ms=3, label="no bump")
-    axes[1].legend(handles=[*marks, cross], loc="lower left", fontsize=5.5, labelspacing=.2, handletextpad=.2)
+    legend = axes[1].legend(handles=[*marks, cross], title="course of training (c)", loc="lower right", bbox_to_anchor=(-.3, -.35))
+    legend.get_title().set_fontsize(6.5)
+    legend.set_in_layout(False)  # it hangs in the free corner to the left
 
 # %% ../nbs/09_plots.ipynb #205bc5d1
 def displacement_per_eta(
@@ -433,7 +436,7 @@ def draw_linear(
     ax.set_xticks(range(len(colours)), [f"{e:g}" for e in colours], rotation=0 if len(colours) < 6 else 90)
     ax.set_xlim(-.5, len(colours) - .5)
 
-# %% ../nbs/09_plots.ipynb #9ebf14c5
+# %% ../nbs/09_plots.ipynb #b4e6149c
 def panel_2a(
     axes, # three Axes
     profiles:xr.Dataset, # dims (epsilon, image, direction, eta)
@@ -446,6 +449,7 @@ def panel_2a(
     draw_linear(axes[2], profiles, colours)
     scale_response(axes[:1], medians(profiles))
     axes[1].set_yscale("log")
+    plain_log(axes[1].yaxis)
     scale_eta(axes[:2], profiles.eta)
     finish_panel(axes[0])
     axes[0].set_title(titled("", profiles))
