@@ -365,7 +365,7 @@ def ship():
         if path.stem not in shipped_names(): path.unlink()
     record_checksums(target)
 
-# %% ../nbs/07_runner.ipynb #d447d594
+# %% ../nbs/07_runner.ipynb #54426d17
 def training_record(
     preset:str, # its name
     **changes, # fields to replace, such as training_seeds
@@ -378,7 +378,7 @@ def training_record(
         curve_path = runs_folder(chosen, condition.seed) / f"{condition.name}.nc"
         if not curve_path.exists(): raise FileNotFoundError(f"training curve {curve_path} is missing; `make train` writes it")
         curve = load(curve_path)
-        if curve.condition != json.dumps(header["condition"]):
+        if json.loads(curve.condition) != header["condition"]:
             raise ValueError(f"training curve {curve_path} is another run's; delete it, then `make train` writes it again")
         final = {f"final_{name}": ((), value, {"long_name": LONG_NAMES[name]}) for name, value in header.items() if "accuracy" in name}
         about = {name: curve.attrs[name] for name in ("condition", "trained_at_commit")}

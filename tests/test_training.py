@@ -16,7 +16,7 @@ from bump.encoders import build_seeded, cifar_resnet18, load_encoder, read_check
 from bump.experiments import CPU, checkpoint_spec, figure_cells, missing_inputs, preset_inputs, preset_named
 from bump.images import load_images
 from bump.response import eta_ladder, response_profile
-from bump.runner import measure_cell, ship, stack, train_preset
+from bump.runner import measure_cell, ship, stack, train_preset, training_record
 from bump.training import Condition, load_state, made_by, train
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -205,6 +205,20 @@ def test_seeds_and_batch_statistics_are_measured(tiny_preset):
     assert (linear.isel(training_seed=0) != linear.isel(training_seed=1)).all()
     running, recalibrated = (linear.sel(statistics=name) for name in ("running", "recalibrated"))
     assert (running != recalibrated).all(), "untrained statistics (mean 0, variance 1) fit no images"
+
+
+def test_the_record_holds_curves_and_accuracies_of_every_seed(tiny_preset):
+    train_preset("cpu")
+    record = training_record("cpu")["tiny"].to_dataset()
+    assert dict(record.sizes) == {"training_seed": 2, "epoch": 3} and record.final_train_accuracy.dims == ("training_seed",)
+    assert (record.loss.isel(training_seed=0) != record.loss.isel(training_seed=1)).any()
+    runs = tiny_preset / "data/runs/cpu"
+    shutil.copy(runs / "seed-0/tiny.nc", runs / "seed-1/tiny.nc")
+    with pytest.raises(ValueError, match="tiny.nc is another run's"):
+        training_record("cpu")
+    (runs / "seed-1/tiny.nc").unlink()
+    with pytest.raises(FileNotFoundError, match="tiny.nc is missing; `make train` writes it"):
+        training_record("cpu")
 
 
 def test_a_replaced_checkpoint_is_measured_anew(tiny_preset):
