@@ -315,7 +315,7 @@ def panel_1c(
     scale_response([ax], across_seeds(median_profile(running)).response)
     ax.set_title(titled("ResNet-18", profiles))
 
-# %% ../nbs/09_plots.ipynb #cb245fe5
+# %% ../nbs/09_plots.ipynb #58b7aee5
 def draw_course(
     axes, # two Axes: for r* and for η*
     profiles:xr.Dataset, # dims (training_seed, statistics, checkpoint, image, direction, eta), coordinate `fraction`
@@ -340,6 +340,7 @@ def draw_course(
         ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: "0" if x == start else f"{100 * x:g} %"))
     axes[0].tick_params(labelbottom=False)
 
+# %% ../nbs/09_plots.ipynb #5097c0b8
 def draw_range(
     axes, # two Axes: for r* and for η*
     peaks:xr.Dataset, # description of the curves of all training seeds
