@@ -355,7 +355,7 @@ def draw_range(
         if len(values) > 1: ax.plot([x, x], [values.min(), values.max()], color=style["color"], linewidth=.8)
         if len(values): ax.plot(x, np.median(values), "o", ms=2.5, **style)
 
-# %% ../nbs/09_plots.ipynb #bf555fb8
+# %% ../nbs/09_plots.ipynb #a56bc0ba
 def figure1(
     tree:xr.DataTree, # groups a, b, c
     *,
@@ -382,6 +382,7 @@ def figure1(
         tell_course(course, panels["c"])
     return figure
 
+# %% ../nbs/09_plots.ipynb #8e2e73ef
 def tell_course(
     axes, # two Axes, as drawn by draw_course
     profiles:xr.Dataset, # dims (training_seed, statistics, checkpoint, image, direction, eta)
