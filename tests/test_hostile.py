@@ -402,7 +402,7 @@ def test_missing_data(name, value, tmp_path, monkeypatch):
 def test_a_preset_lists_everything_that_is_wrong(image_zip):
     path = image_zip({"a.png": png()})
     absent = [file for name, file in ZIPS.items() if name != "sketches"]
-    words = ["preset cpu", *absent, path, "differs from the published file", "sha256", "data/README.md"]
+    words = ["preset cpu", *absent, path, "differs from the file it should be", "sha256", "data/README.md"]
     refused(FileNotFoundError, words, require_inputs, preset_named("cpu"), [3])
 
 
