@@ -16,7 +16,7 @@ from bump.training import accuracy
 
 FOLDER = checkpoint_folder(QUICK, 0)
 CONDITIONS = {c.name: c for c in training_runs(QUICK)}
-BUMPS = ["clean", "clean-step02925", "blur-1", "true-labels", "l2-1"]
+BUMPS = ["clean", "clean-step02925", "blur-1", "blur-2", "true-labels", "l2-1"]
 
 
 def about(name: str) -> dict:
