@@ -159,19 +159,24 @@ class _Encoder:
         first = next(iter(tensors), None)
         self.device = torch.device("cpu") if first is None else first.device
 
-# %% ../nbs/00_response.ipynb #912a58ff
+# %% ../nbs/00_response.ipynb #710d9467
 _NO_FLOAT64 = "encoder {} can't run in float64 ({}): pass a torch.nn.Module that .double() converts, or choose " \
               "precision=\"float32\", which leaves points below the rounding floor unreliable and kinks unchecked"
+
+@patch
+def network(self:_Encoder, dtype):
+    "What computes in this precision."
+    if dtype == torch.float64 and self.double is None:
+        module = isinstance(self.encode, nn.Module)
+        self.double = copy.deepcopy(self.encode).double().requires_grad_(False) if module else self.encode
+    return self.double if dtype == torch.float64 else self.encode
 
 @patch
 def run(self:_Encoder, x):
     "(n, k) features of x in the precision of x, with a derivative if x carries one."
     self.count(len(x))
     try:
-        if x.dtype == torch.float64 and self.double is None:
-            module = isinstance(self.encode, nn.Module)
-            self.double = copy.deepcopy(self.encode).double().requires_grad_(False) if module else self.encode
-        out = (self.double if x.dtype == torch.float64 else self.encode)(x)
+        out = self.network(x.dtype)(x)
     except Exception as error:
         if x.dtype != torch.float64 or isinstance(error, torch.OutOfMemoryError):
             raise
@@ -200,10 +205,11 @@ def _fits_float32(x):
     "Whether every number of a float64 tensor is a float32 number too, as after a hidden .float()."
     return bool((x.float().double() == x).all())
 
-# %% ../nbs/00_response.ipynb #94373aa1
+# %% ../nbs/00_response.ipynb #c9ee48ea
 @patch
 def tangent(self:_Encoder, x, u):
     "J_f(x) u by forward-mode differentiation, (n, k), in the precision of x."
+    self.network(x.dtype)  # a module can't be copied inside a derivative
     try:
         return torch.func.jvp(self.run, (x,), (u.to(x.dtype),))[1]
     except (RuntimeError, NotImplementedError) as error:
@@ -244,26 +250,27 @@ def move(self:_Batch, i, shift, dtype):
     moved = (x + shift).to(dtype)
     return self.encoder.run(moved).double() - before.double(), moved.double() - x
 
-# %% ../nbs/00_response.ipynb #e59e306f
+# %% ../nbs/00_response.ipynb #8527480f
+_PROBES = 4
+
 @patch
 def rounding_noise(self:_Batch, dtype):
-    "Rounding noise ν of a feature difference, one vector an image, (B, k) float64."
-    everyone, size = list(range(len(self.x))), 8 * torch.finfo(dtype).eps
-    signs = [_generator(self.seed, sha256, "rounding").choice([-1., 1], self.x.shape[1:]) for sha256 in self.hashes]
-    change, step = self.move(everyone, size * torch.from_numpy(np.stack(signs)).to(self.x.device), dtype)
-    return change - self.encoder.tangent(self.x.to(dtype), step).double()
+    "Rounding noise ν of a feature difference, (probe, B, k) float64."
+    everyone, shape, size = list(range(len(self.x))), (_PROBES, *self.x.shape[1:]), 8 * torch.finfo(dtype).eps
+    signs = [_generator(self.seed, sha256, "rounding").choice([-1., 1], shape) for sha256 in self.hashes]
+    shifts = size * torch.from_numpy(np.stack(signs, 1)).to(self.x.device)
+    return torch.stack([self.move(everyone, s, dtype)[0] + self.move(everyone, -s, dtype)[0] for s in shifts]) / 3**.5
 
-# %% ../nbs/00_response.ipynb #44315de7
+# %% ../nbs/00_response.ipynb #63477fa3
 RELIABLE = 0.01  # largest estimated relative error of a point that counts
-_LINEAR_ERROR = 2e-4  # relative error of a float32 Jacobian-vector product's norm
 
 def relative_error(
     displacement, # ‖f(x + ηu) − f(x)‖ as measured
     linear, # ‖J u‖
     noise, # n, amplitude of the rounding noise of the displacement
     slip, # e, norm of the difference between the step made and ηu, pixel units
-    cosine, # 2/√k + |c|, between noise and displacement
-    linear_error=0., # relative error of `linear`
+    cosine, # min(1, 3c), between noise and displacement
+    linear_error=0., # ℓ, relative error of `linear`
 ) -> np.ndarray: # relative error of r, infinite where r is undefined
     "Estimated relative error of a measured response (formula above); the arguments broadcast."
     with np.errstate(all="ignore"):
@@ -287,9 +294,9 @@ def walk(self:_Batch, etas, index, dtype):
         rows.append(torch.stack([v.flatten(1).norm(dim=1) for v in (change, step, step - shift)], 1).cpu())
     return torch.cat(rows).numpy()
 
-# %% ../nbs/00_response.ipynb #9bf8c686
+# %% ../nbs/00_response.ipynb #864890f1
 class _Profile:
-    "What is measured of a batch: (B, D, E) table of displacement, step, slip; (B, D) linear, kink; (B,) probe."
+    "What is measured of a batch: (B, D, E) table of displacement, step, slip; (B, D) linear, apart, kink; (B,) probe."
     def __init__(self, batch, etas, dtype):
         b, d = batch.u.shape[:2]
         self.batch, self.etas, self.dtype = batch, etas, dtype
@@ -297,19 +304,54 @@ class _Profile:
         tangents = [batch.encoder.tangent(batch.x.to(dtype), batch.u[:, n]).double() for n in range(d)]
         self.tangents = torch.stack(tangents, 1)
         self.linear = self.tangents.norm(dim=2).cpu().numpy()
-        self.linear_error = np.full((b, d), _LINEAR_ERROR if dtype == torch.float32 else 0.)
+        self.apart, self.linear_error = self.compare_beside()
         self.table = np.full((3, b, d, len(etas)), np.nan)
         self.exact = np.full((b, d, len(etas)), dtype == torch.float64)
         self.kink = np.zeros((b, d), bool)
 
-# %% ../nbs/00_response.ipynb #ef895619
+# %% ../nbs/00_response.ipynb #5ef8daac
+_LINEAR_ERROR = 2e-4  # least relative error of a float32 Jacobian-vector product's norm
+_STEPS = 1e-6, 1e-7  # of difference quotients in float64
+
+def _apart(*vectors):
+    "Largest distance between any two of some (n, k) tensors, row by row, (n,)."
+    pairs = [(a, b) for n, a in enumerate(vectors) for b in vectors[:n]]
+    return np.max([(a - b).norm(dim=1).cpu().numpy() for a, b in pairs], axis=0)
+
+@patch
+def compare_beside(self:_Profile):
+    "How far J u at x and just beside it, on the ray, lie apart, and by how much their norms differ; (2, B, D)."
+    x, single = self.batch.x.double(), self.dtype == torch.float32
+    h = torch.finfo(self.dtype).eps * np.sqrt(x[0].numel()) if single else _STEPS[0]
+    apart, error = np.empty(self.linear.shape), np.zeros(self.linear.shape)
+    for d in range(apart.shape[1]):
+        u, here = self.batch.u[:, d], self.tangents[:, d]
+        beside = [self.batch.encoder.tangent((x + side * u).to(self.dtype), u).double() for side in (h, -h)]
+        apart[:, d] = _apart(*beside, here)
+        if single:
+            lengths = np.abs([b.norm(dim=1).cpu().numpy() - self.linear[:, d] for b in beside]).max(0)
+            with np.errstate(all="ignore"): error[:, d] = np.fmax(_LINEAR_ERROR, lengths / self.linear[:, d])
+    return apart, error
+
+# %% ../nbs/00_response.ipynb #0888614b
+@patch
+def sharpen(self:_Profile, i, d):
+    "Replace the derivatives of the rays (i, d) by those of float64."
+    dull = self.linear_error[i, d] > 0
+    i, d = i[dull], d[dull]
+    if not len(i):
+        return
+    exact = self.batch.encoder.tangent(self.batch.x[i].double(), self.batch.u[i, d])
+    self.tangents[i, d], self.linear[i, d], self.linear_error[i, d] = exact, exact.norm(dim=1).cpu().numpy(), 0
+
+# %% ../nbs/00_response.ipynb #ac337cd0
 @patch
 def probe_noise(self:_Profile):
     "Amplitude of the rounding noise, and how far it may lie along the linear prediction."
     noise = self.batch.rounding_noise(self.dtype)
-    c = torch.nn.functional.cosine_similarity(noise[:, None], self.tangents, dim=2, eps=0).nan_to_num()
-    self.probe = noise.norm(dim=1).cpu().numpy()
-    self.cosine = np.minimum(1, 2 / np.sqrt(noise.shape[1]) + c.abs().cpu().numpy())
+    c = torch.nn.functional.cosine_similarity(noise[:, :, None], self.tangents, dim=3, eps=0).nan_to_num()
+    self.probe = noise.norm(dim=2).square().mean(0).sqrt().cpu().numpy()
+    self.cosine = np.minimum(1, 3 * c.square().mean(0).sqrt().cpu().numpy())
 
 @patch(as_prop=True)
 def noise(self:_Profile):
@@ -323,11 +365,12 @@ def error(self:_Profile):
     return relative_error(self.table[0], self.linear[..., None], self.noise, self.table[2], self.cosine[..., None],
                           self.linear_error[..., None])
 
-# %% ../nbs/00_response.ipynb #992b8018
+# %% ../nbs/00_response.ipynb #26c96e1c
 @patch
 def measure(self:_Profile, auto):
     "The whole ladder in the first precision, and with `auto` the points below the floor again in float64."
     self.probe_noise()
+    if auto: self.sharpen(*np.nonzero(self.linear_error > RELIABLE / 4))
     index = _rays(*self.exact.shape)
     self.table[:, *index.T] = self.batch.walk(self.etas, index, self.dtype).T
     usable = (self.linear > 0) & np.isfinite(self.linear)
@@ -337,9 +380,8 @@ def measure(self:_Profile, auto):
         self.table[:, *index.T] = self.batch.walk(self.etas, index, torch.float64).T
         self.exact |= redo
 
-# %% ../nbs/00_response.ipynb #c6a532af
+# %% ../nbs/00_response.ipynb #687f320b
 KINK = 0.02  # differences beyond this share of ‖J u‖ are kinks
-_STEPS = 1e-6, 1e-7
 
 @patch
 def quotients(self:_Batch, i, d, h):
@@ -347,12 +389,7 @@ def quotients(self:_Batch, i, d, h):
     shift = h * self.u[i, d]
     return tuple(sign * self.move(i, sign * shift, torch.float64)[0] / h for sign in (1, -1))
 
-def _apart(*vectors):
-    "Largest distance between any two of some (n, k) tensors, row by row, (n,)."
-    pairs = [(a, b) for n, a in enumerate(vectors) for b in vectors[:n]]
-    return np.max([(a - b).norm(dim=1).cpu().numpy() for a, b in pairs], axis=0)
-
-# %% ../nbs/00_response.ipynb #1cfed886
+# %% ../nbs/00_response.ipynb #87802870
 @patch
 def confirm_kinks(self:_Profile, i, d):
     "The float64 test on the rays (i, d), sets `kink`, and `linear` where the float64 derivative was needed."
@@ -365,27 +402,21 @@ def confirm_kinks(self:_Profile, i, d):
     if not unclear.any():
         return
     i, d = i[unclear], d[unclear]
-    tangent = batch.encoder.tangent(batch.x[i].double(), batch.u[i, d])
-    self.linear[i, d], self.linear_error[i, d] = tangent.norm(dim=1).cpu().numpy(), 0
+    self.sharpen(i, d)
+    tangent = self.tangents[i, d]
     first = ~(_apart(*[side[unclear] for side in sides], tangent) <= allowed(_STEPS[0]))
     second = ~(_apart(*batch.quotients(i, d, _STEPS[1]), tangent) <= allowed(_STEPS[1]))
     self.kink[i, d] = first & second
 
-# %% ../nbs/00_response.ipynb #154185d4
+# %% ../nbs/00_response.ipynb #9b54f156
 _SUSPECT = 0.75 * KINK
 
 @patch
 def find_kinks(self:_Profile):
-    "The suspicion on every ray, the float64 test on the suspected ones."
-    batch, everyone = self.batch, np.arange(len(self.linear))
-    h = _STEPS[0] if self.dtype == torch.float64 else torch.finfo(self.dtype).eps * np.sqrt(batch.x[0].numel())
-    for d in range(self.linear.shape[1]):
-        u = batch.u[:, d]
-        beside = [batch.encoder.tangent((batch.x.double() + side * u).to(self.dtype), u).double() for side in (h, -h)]
-        suspected = ~(_apart(*beside, self.tangents[:, d]) <= _SUSPECT * self.linear[:, d])
-        if suspected.any():
-            i = everyone[suspected]
-            self.confirm_kinks(i, np.full(len(i), d))
+    "The float64 test on the rays whose derivatives beside x differ."
+    suspected = np.nonzero(~(self.apart <= _SUSPECT * self.linear))
+    if len(suspected[0]):
+        self.confirm_kinks(*suspected)
 
 # %% ../nbs/00_response.ipynb #a419c493
 def dequantise(
@@ -484,12 +515,12 @@ def _label(data):
         data[name].attrs = {"units": units, "long_name": long_name}
     return data
 
-# %% ../nbs/00_response.ipynb #4097166f
+# %% ../nbs/00_response.ipynb #8f6587a8
 def _batches(encode, images, directions, n_directions, seed, batch_size, n_etas, progress):
     "One _Batch after another, with a progress bar on stderr."
     n, d = len(images), n_directions if directions is None else directions.shape[1]
     name = _Encoder(encode).name
-    with tqdm(desc=f"response of {name}, {n} images", total=n*(d*n_etas + 3*d + 3), unit="pass", mininterval=5,
+    with tqdm(desc=f"response of {name}, {n} images", total=n*(d*n_etas + 3*d + 1 + 2*_PROBES), unit="pass", mininterval=5,
               disable=not progress, file=sys.stderr) as bar:
         def count(passes):
             bar.total = max(bar.total, bar.n + passes)

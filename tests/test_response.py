@@ -15,7 +15,8 @@ EARLY_TIMM_VIT = timm.create_model("vit_small_patch16_224", num_classes=0).eval(
 EARLY_TORCHVISION_VIT = torchvision.models.VisionTransformer(64, 16, 2, 4, 96, 192).eval()
 EARLY_TORCHVISION_VIT.heads = nn.Identity()  # zero at initialisation
 
-from bump.images import find_file  # noqa: E402
+from bump.encoders import load_encoder  # noqa: E402
+from bump.images import find_file, load_images  # noqa: E402
 from bump.response import dequantise, draw_directions, eta_ladder, exact_arithmetic, response_profile  # noqa: E402
 
 SMALL = eta_ladder(1e-5, 1e-3, 1)
@@ -221,3 +222,13 @@ def test_float64_rescues_what_overflows_in_float32():
     assert expected.min() > 1e38 and not single.reliable[:, 0, 1].any()
     assert profile.reliable.all() and profile.in_float64[:, 0, 1].all()
     np.testing.assert_allclose(profile.response[:, 1], expected, rtol=1e-3)
+
+
+def test_the_stated_error_covers_rounding_that_prefers_the_slope():
+    """On images of noise, an EfficientNet's rounding lies along J u far more than chance would have it."""
+    encoder = load_encoder("pip:efficientnet_lite0")
+    images, etas = load_images("noise", 6, 224), eta_ladder(1e-3, 1e-1, 4)
+    single, double = (response_profile(encoder, images, etas, precision=p, progress=False) for p in ("auto", "float64"))
+    ratio = abs(single.response / double.response - 1) / single.error.isel(direction=0)
+    assert single.reliable.all() and 0 < single.in_float64.mean() < .5
+    assert ratio.max() < 3 and (ratio < 1).mean() > .7
