@@ -180,7 +180,7 @@ def judge_c2(
         told.append(f"{name}: {in_words(trained)}, at random {in_words(random)}")
     return Verdict("C2", grade(parts), basis_of(panel), "; ".join(told), {"median": plain(peaks, *CURVE)})
 
-# %% ../nbs/08_claims.ipynb #bfe1ea93
+# %% ../nbs/08_claims.ipynb #9315c6ca
 def judge_c3(
     panel:xr.Dataset, # Figure 1c: (checkpoint, image, direction, eta), perhaps in several runs; coordinate `fraction` of the run
 ) -> Verdict:
@@ -195,9 +195,8 @@ def judge_c3(
     height, place = relative_spread(later.peak_response), decades_apart(later.peak_eta)
     formed, stable = first.kind == "bump", within(height, .25) & within(place, .25)
     evidence = (f"at {early[-1]:.0%} of the steps: {in_words(first)}; at the end: {in_words(final)}; "
-                f"in between r* within {spread(height, '.0%')} and η* within {spread(place, '.2f')} decades of the end")
-    others = later.kind.isel(checkpoint=slice(1, -1))
-    evidence += f", with {int((others == 'bump').sum())} of {others.size} curves bumps"
+                f"from then on r* within {spread(height, '.0%')} and η* within {spread(place, '.2f')} decades of the end, "
+                f"{int((later.kind == 'bump').sum())} of {later.kind.size} curves bumps")
     if formed.size > 1: evidence += f"; formed in {int(formed.sum())}, stable in {int(stable.sum())} of {formed.size} runs"
     runs = xr.Dataset({"formed": formed, "stable": stable, "height": height, "decades": place}).reset_coords(drop=True)
     numbers = {"runs": plain(runs.unstack("run") if set(RUNS) & set(peaks.dims) else runs, *runs),
@@ -298,12 +297,12 @@ def tell_c4(
                     f"{-n['log10_linear']:+.2f} (linear)")
     return "; ".join(told)
 
-# %% ../nbs/08_claims.ipynb #2228f84e
+# %% ../nbs/08_claims.ipynb #9288cf37
 def bump_height(
     peaks:xr.Dataset, # description of curves
 ) -> xr.DataArray: # r*; 1 without a bump; NaN if it lies beyond the ladder
     "Height of the bump, where no bump counts as 1."
-    return peaks.peak_response.where(peaks.peak_response.notnull() | ~peaks.kind.isin(["flat", "decay"]), 1.0)
+    return peaks.peak_response.where(peaks.peak_response >= PEAK).where(~peaks.kind.isin(["flat", "decay"]), 1.0)
 
 # %% ../nbs/08_claims.ipynb #df85be38
 def judge_c5(
@@ -342,23 +341,25 @@ def judge_c6(
     numbers = {"counted": len(parts), "median": plain(peaks, *CURVE)}
     return Verdict("C6", grade(parts), basis_of(panel), "; ".join(told), numbers)
 
-# %% ../nbs/08_claims.ipynb #8ceb3d58
+# %% ../nbs/08_claims.ipynb #69e9aa56
 def judge_grid(
     claim:str, # C7 or C8
     panel:xr.Dataset, # dims (encoder, image_set, image, direction, eta)
     kinds_of, # function from an encoder's name to the kinds that are claimed
 ) -> Verdict:
     "A part for each cell: the median is of a claimed kind and so are at least 80 % of the images."
-    peaks, parts, against, cells = median_peaks(panel), [], [], []
+    peaks, parts, against, cells, held = median_peaks(panel), [], [], [], dict.fromkeys(panel.encoder.values, 0)
     for name, images in product(panel.encoder.values, panel.image_set.values):
         where, kinds = {"encoder": name, "image_set": images}, kinds_of(str(name))
         peak, share = peaks.sel(where), image_share(panel.sel(where), kinds)
         parts.append(None if peak.kind == "unreliable" else peak.kind.item() in kinds and bool(share.share >= MOST))
+        held[name] += bool(parts[-1])
         if not parts[-1]: against.append(f"{name} on {images} ({share.of_kind.item()} of {share.images.item()} images; "
                                          f"median: {in_words(peak)})")
         cells.append({"encoder": str(name), "image_set": str(images), **plain(peak, *CURVE)[0],
                       **plain(share, *share)[0]})
-    evidence = f"{len(parts) - len(against)} of {len(parts)} cells"
+    evidence = (f"{len(parts) - len(against)} of {len(parts)} cells ("
+                + ", ".join(f"{name} {n} of {panel.image_set.size}" for name, n in held.items()) + ")")
     if against: evidence += "; not " + ", ".join(against[:3] + [f"and {len(against) - 3} more"] * (len(against) > 3))
     return Verdict(claim, grade(parts), basis_of(panel), evidence, {"cells": cells})
 
@@ -374,7 +375,7 @@ def judge_c7(
             f"to {eta.max().item():.2g}")
     return replace(verdict, evidence=verdict.evidence + told)
 
-# %% ../nbs/08_claims.ipynb #29c19da0
+# %% ../nbs/08_claims.ipynb #4cc299a4
 RANDOM_KINDS = {"ResNet-50": ["rise"], "ViT-S/16": ["rise"], "ConvNeXt-Tiny": ["decay"]}
 
 def judge_c8(
@@ -384,7 +385,7 @@ def judge_c8(
     verdict = judge_grid("C8", panel, lambda name: RANDOM_KINDS.get(name, ["rise", "decay", "flat"]))
     dip = float(describe(median_profile(panel)).dip.min())
     if np.isnan(dip): return verdict
-    return replace(verdict, evidence=f"{verdict.evidence}; rising medians are never below {dip:.2f}")
+    return replace(verdict, evidence=f"{verdict.evidence}; rising medians are never below {np.floor(100 * dip) / 100:.2f}")
 
 # %% ../nbs/08_claims.ipynb #eaed23e2
 def judge_c9(
@@ -459,11 +460,11 @@ def matched(
     changed = int((both[0].sha256 != both[1].sha256).sum())
     return *both, remarks + ([f"{changed} images differ"] if changed else [])
 
-# %% ../nbs/08_claims.ipynb #f1174d6b
+# %% ../nbs/08_claims.ipynb #2664afcf
 def panel_deviation(
     data:xr.Dataset, # a panel
     reference:xr.Dataset, # the same panel, measured before
-) -> dict: # response and peak_eta in decades, the number of points and curves behind them, and a note
+) -> dict: # response and (of bumps) peak_eta in decades, the number of points and curves behind them, and a note
     "How far a panel is from its reference."
     try: new, old, remarks = matched(data, reference)
     except ValueError as error: return {"note": f"not comparable: {error}"}
@@ -471,7 +472,8 @@ def panel_deviation(
     usable = (new.reliable & old.reliable).all("direction") & ~new.kink.astype(bool) & ~old.kink.astype(bool)
     response = abs(np.log10(new.response / old.response)).where(usable)
     new, old = describe(median_profile(new)), describe(median_profile(old))
-    place, turned = abs(np.log10(new.peak_eta / old.peak_eta)), int((new.kind != old.kind).sum())
+    turned, bumps = int((new.kind != old.kind).sum()), (new.kind == "bump") & (old.kind == "bump")
+    place = abs(np.log10(new.peak_eta / old.peak_eta)).where(bumps)
     if turned: remarks.append(f"{turned} median curves changed their kind")
     return {"response": float(response.max()), "peak_eta": float(place.max()), "points": int(response.count()),
             "curves": int(place.count()), "note": "; ".join(remarks)}

@@ -303,7 +303,7 @@ def medians(profiles:xr.Dataset) -> xr.DataArray: # (…, eta)
     "Median responses as drawn."
     return reliable_response(median_profile(profiles))
 
-# %% ../nbs/09_plots.ipynb #cfb2bc4f
+# %% ../nbs/09_plots.ipynb #c1d200cd
 def panel_1c(
     ax:Axes, # where to draw
     profiles:xr.Dataset, # dims (training_seed, statistics, checkpoint, image, direction, eta)
@@ -314,6 +314,7 @@ def panel_1c(
         draw_median(ax, running.sel(checkpoint=step), colour, width=1.5 if len(colours) < 10 else .8, bare=True)
     scale_response([ax], across_seeds(median_profile(running)).response)
     ax.set_title(titled("ResNet-18", profiles))
+    corner(ax, "running batch statistics", top=True)
 
 # %% ../nbs/09_plots.ipynb #58b7aee5
 def draw_course(
@@ -382,7 +383,7 @@ def figure1(
         tell_course(course, panels["c"])
     return figure
 
-# %% ../nbs/09_plots.ipynb #8e2e73ef
+# %% ../nbs/09_plots.ipynb #56503960
 def tell_course(
     axes, # two Axes, as drawn by draw_course
     profiles:xr.Dataset, # dims (training_seed, statistics, checkpoint, image, direction, eta)
@@ -390,7 +391,7 @@ def tell_course(
     "Labels of the course, and what its marks mean."
     axes[0].set_ylabel(r"$r^*$")
     axes[1].set(xlabel="share of the training run", ylabel=r"$\eta^*$")
-    words = {"running": ("running batch statistics", QUIET), "recalibrated": ("recalibrated", "white")}
+    words = {"running": ("running batch statistics", QUIET), "recalibrated": ("recalibrated statistics", "white")}
     marks = [Line2D([], [], color=QUIET, linestyle="", marker="o", ms=2.5, mfc=words[s][1], label=words[s][0])
              for s in profiles.statistics.values]
     cross = Line2D([], [], color=QUIET, linestyle="", marker="x", ms=3, label="no bump")
@@ -438,7 +439,7 @@ def draw_linear(
     ax.set_xticks(range(len(colours)), [f"{e:g}" for e in colours], rotation=0 if len(colours) < 6 else 90)
     ax.set_xlim(-.5, len(colours) - .5)
 
-# %% ../nbs/09_plots.ipynb #b4e6149c
+# %% ../nbs/09_plots.ipynb #55020481
 def panel_2a(
     axes, # three Axes
     profiles:xr.Dataset, # dims (epsilon, image, direction, eta)
@@ -454,7 +455,7 @@ def panel_2a(
     plain_log(axes[1].yaxis)
     scale_eta(axes[:2], profiles.eta)
     finish_panel(axes[0])
-    axes[0].set_title(titled("", profiles))
+    for ax, title in zip(axes, ("response", "displacement", "local prediction")): ax.set_title(titled(title, profiles))
     corner(axes[0], count_images(profiles))
     axes[0].set(xlabel=ETA_LABEL, ylabel=R_LABEL)
     axes[1].set(xlabel=ETA_LABEL, ylabel=r"displacement / $\eta$")
@@ -464,7 +465,7 @@ def panel_2a(
             r"$\Vert Ju\Vert$": Line2D([], [], color=QUIET, **dot),
             r"$\Vert Ju\Vert\,/\,\Vert f\Vert$": Line2D([], [], color=QUIET, mfc="white", **dot)}
 
-# %% ../nbs/09_plots.ipynb #0cd399c8
+# %% ../nbs/09_plots.ipynb #acd18fdf
 def small_multiples(
     axes, # Axes, one for each value of `across`
     profiles:xr.Dataset, # dims (across, within, image, direction, eta)
@@ -480,7 +481,7 @@ def small_multiples(
         finish_panel(ax)
         corner(ax, count_images(profiles.sel({across: value}).drop_vars(across)))
         ax.set_title(titled(title(value), profiles))
-        ax.set_xlabel(ETA_LABEL if len(axes) < 4 else r"perturbation norm $\eta$")
+        ax.set_xlabel(ETA_LABEL if len(axes) < 4 else r"norm $\eta$ ([0, 1] pixels)")
     scale_response(axes, medians(profiles))
     scale_eta(axes, profiles.eta)
     axes[0].set_ylabel(R_LABEL)

@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['LONG_NAMES', 'COMMANDS', 'cell_images', 'images_of', 'cell_parts', 'encoder_coordinates', 'describe_coordinates',
            'cell_encoder', 'training_images', 'measure_cell', 'is_measured', 'stack', 'results_folder', 'figure_path',
-           'output_path', 'run_attributes', 'measure_panels', 'display_name', 'compact', 'measure', 'plan', 'show_plan',
-           'check', 'train_preset', 'checkpoint_folder', 'runs_folder', 'shipped_names', 'ship', 'training_record',
-           'save_training_record', 'require_unchanged', 'record_checksums', 'command']
+           'output_path', 'run_attributes', 'training_seeds_of', 'measure_panels', 'display_name', 'compact', 'measure',
+           'plan', 'show_plan', 'check', 'train_preset', 'checkpoint_folder', 'runs_folder', 'shipped_names', 'ship',
+           'training_record', 'save_training_record', 'require_unchanged', 'record_checksums', 'command']
 
 # %% ../nbs/07_runner.ipynb #c57111d3
 import inspect
@@ -107,7 +107,7 @@ def describe_coordinates(
     for name in LONG_NAMES.keys() & panel.coords.keys(): panel[name].attrs["long_name"] = LONG_NAMES[name]
     return panel
 
-# %% ../nbs/07_runner.ipynb #349dbb6f
+# %% ../nbs/07_runner.ipynb #0c67abf1
 @lru_cache(maxsize=1)
 def cell_encoder(
     spec:str, # as for bump.encoders.load_encoder, like the rest
@@ -120,7 +120,9 @@ def cell_encoder(
     encoder = load_encoder(spec, trained, seed)
     if not recalibrated: return encoder
     condition = json.loads(encoder.provenance["training"])["condition"]
-    return recalibrate(encoder, training_images(Condition(**{**condition, "checkpoints": tuple(condition["checkpoints"])})))
+    images = training_images(Condition(**{**condition, "checkpoints": tuple(condition["checkpoints"])}))
+    encoder.provenance["statistics"] = f"recalibrated on the first {len(images):,} training images, as trained on"
+    return recalibrate(encoder, images)
 
 @lru_cache(maxsize=1)
 def training_images(
@@ -198,15 +200,21 @@ def output_path(
     "Where a figure's PDF, PNG and tables go."
     return project_root() / "figures" / results_folder(preset, reference, **knobs) / f"fig{figure}"
 
-# %% ../nbs/07_runner.ipynb #f8e50da7
+# %% ../nbs/07_runner.ipynb #1faae665
 def run_attributes(
     preset:Preset, # whose table and ladder are used
     figure:int, # 1 to 5
 ) -> dict: # plain values
     "What belongs to the run as a whole."
     return {"figure": figure, "preset": preset.name, "seed": preset.seed, "n_directions": preset.n_directions,
-            "n_images": preset.n_images, "n_small": preset.n_small, "training_seeds": list(preset.training_seeds),
-            "eta_ladder": list(preset.ladder), **{f"version_{name}": v for name, v in versions().items()}}
+            "n_images": preset.n_images, "n_small": preset.n_small, "eta_ladder": list(preset.ladder),
+            **training_seeds_of(preset, figure), **{f"version_{name}": v for name, v in versions().items()}}
+
+def training_seeds_of(preset:Preset, figure:int) -> dict: # `training_seeds`; nothing for a figure that repeats no training
+    "The seeds over which a figure shows a spread."
+    labels = [dict(c.labels) for cells in figure_cells(preset, figure).values() for c in cells]
+    seeds = sorted({label["training_seed"] for label in labels if "training_seed" in label})
+    return {"training_seeds": seeds} if seeds else {}
 
 # %% ../nbs/07_runner.ipynb #f3aad62a
 def measure_panels(
