@@ -68,6 +68,7 @@ help:
 	@echo 'make smoke     the five figures at the smallest size'
 	@echo 'make benchmark an epoch of training against a plain loop (needs CIFAR-10 and an idle machine)'
 	@echo 'make lab       JupyterLab in this environment'
+	@echo 'make env       only make the environment'
 	@echo 'make clean     delete the results of a preset (not the environment)'
 	@echo
 	@echo 'PRESET=quick (default), cpu, paper or smoke; ENV=.venv (default) or current; SEEDS="0 1": only these training seeds'

@@ -103,7 +103,7 @@ def in_words(
         place += f" [{n['peak_eta_low']:.2g}–{n['peak_eta_high']:.2g}]"
     return f"{n['kind']} ({height} at {place})"
 
-# %% ../nbs/08_claims.ipynb #57387d52
+# %% ../nbs/08_claims.ipynb #049f2487
 RUNS = ("training_seed", "statistics")  # dimensions that repeat a measurement under another defensible choice
 
 def as_runs(
@@ -118,7 +118,8 @@ def range_in_words(
 ) -> str: # such as "bump in 2 of 3 runs, decay in 1 (1.55–1.90 at η = 1.8–5.6)"
     "Kinds of curves, with the range of their peaks that leave the plateau's band."
     kinds, counts = np.unique(curves.kind.values, return_counts=True)
-    told = [f"{kind} in {n} of {curves.kind.size} runs" for kind, n in zip(kinds, counts)]
+    told = [f"{kind} in {n}" for kind, n in zip(kinds, counts)]
+    told[0] = f"{told[0]} of {curves.kind.size} runs" if len(kinds) > 1 else f"{kinds[0]} in all {curves.kind.size} runs"
     high = curves.where(curves.peak_response > 1 + PLATEAU)
     if high.peak_response.notnull().any():
         high = high.isel(run=high.peak_response.notnull().values)
