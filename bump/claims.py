@@ -181,7 +181,7 @@ def judge_c2(
         told.append(f"{name}: {in_words(trained)}, at random {in_words(random)}")
     return Verdict("C2", grade(parts), basis_of(panel), "; ".join(told), {"median": plain(peaks, *CURVE)})
 
-# %% ../nbs/08_claims.ipynb #9315c6ca
+# %% ../nbs/08_claims.ipynb #cac86307
 def judge_c3(
     panel:xr.Dataset, # Figure 1c: (checkpoint, image, direction, eta), perhaps in several runs; coordinate `fraction` of the run
 ) -> Verdict:
@@ -196,7 +196,7 @@ def judge_c3(
     height, place = relative_spread(later.peak_response), decades_apart(later.peak_eta)
     formed, stable = first.kind == "bump", within(height, .25) & within(place, .25)
     evidence = (f"at {early[-1]:.0%} of the steps: {in_words(first)}; at the end: {in_words(final)}; "
-                f"from then on r* within {spread(height, '.0%')} and η* within {spread(place, '.2f')} decades of the end, "
+                f"from {early[-1]:.0%} on r* within {spread(height, '.0%')} and η* within {spread(place, '.2f')} decades of the end, "
                 f"{int((later.kind == 'bump').sum())} of {later.kind.size} curves bumps")
     if formed.size > 1: evidence += f"; formed in {int(formed.sum())}, stable in {int(stable.sum())} of {formed.size} runs"
     runs = xr.Dataset({"formed": formed, "stable": stable, "height": height, "decades": place}).reset_coords(drop=True)

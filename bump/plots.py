@@ -316,7 +316,7 @@ def panel_1c(
     ax.set_title(titled("ResNet-18", profiles))
     corner(ax, "running batch statistics", top=True)
 
-# %% ../nbs/09_plots.ipynb #58b7aee5
+# %% ../nbs/09_plots.ipynb #6416b522
 def draw_course(
     axes, # two Axes: for r* and for η*
     profiles:xr.Dataset, # dims (training_seed, statistics, checkpoint, image, direction, eta), coordinate `fraction`
@@ -330,11 +330,10 @@ def draw_course(
             face = colour if statistics == "running" else "white"
             draw_range(axes, peaks.sel(checkpoint=step), share, dict(color=colour, mfc=face, mew=.7))
     axes[0].axhline(1, color=INK, linewidth=.4, zorder=1)
-    axes[0].margins(y=.4)
-    axes[1].set_yscale("log")
-    axes[1].margins(y=.8)
-    plain_log(axes[1].yaxis)
-    for ax in axes:
+    for ax, margin in zip(axes, (.3, .8)):
+        ax.set_yscale("log")
+        ax.margins(y=margin)
+        plain_log(ax.yaxis)
         ax.set_xscale("log")
         ax.set_xticks([start, *10.0 ** np.arange(np.ceil(np.log10(start * 2)), 1)])
         ax.xaxis.set_minor_formatter(NullFormatter())

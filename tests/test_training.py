@@ -140,6 +140,16 @@ def test_killed_and_started_again_gives_the_same_bits(finished, tmp_path):
         assert all((finished / kind).with_name(n).read_bytes() == (tmp_path / kind).with_name(n).read_bytes() for n in names)
 
 
+@pytest.mark.parametrize("native", [True, False])
+def test_bfloat16_only_where_the_cpu_has_it(native, monkeypatch):
+    """Emulated, it would take ten times as long as float32; the two must not be taken for the same arithmetic."""
+    monkeypatch.setattr(bump.training, "computes_in_bfloat16", lambda: native)
+    network, images = build_seeded(lambda: cifar_resnet18(4), 0), load_images("noise", 2, 32).values
+    half, full = (bump.training.logits(network, torch.from_numpy(images), precision) for precision in ("bfloat16", "float32"))
+    assert torch.equal(half, full) != native
+    assert bump.training.arithmetic()["bfloat16"] == ("native" if native else "none")
+
+
 # --- make train, make ship ---
 
 
