@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['KINDS', 'PLATEAU', 'PEAK', 'FALL', 'LOW', 'HALF_DECADE', 'reliable_response', 'describe', 'median_profile',
-           'kind_fractions', 'bootstrap_peaks']
+           'kind_fractions', 'resampled_peaks', 'resampled_median', 'interval', 'bootstrap_peaks']
 
 # %% ../nbs/01_peaks.ipynb #f4014d75
 from functools import partial
+from warnings import catch_warnings
 
 import numpy as np
 import xarray as xr
@@ -187,22 +188,68 @@ def _weighted_medians(
         medians[enough, e] = column[order][middle].mean(0)
     return medians
 
-# %% ../nbs/01_peaks.ipynb #4f9657b0
-def _bootstrap(response, usable, source, etas, n, seed, level):
-    "Bounds of peak η and r*, fraction of bumps and number of sources of one cell: (I, E), (I,), (I,)."
+# %% ../nbs/01_peaks.ipynb #6bedcc4d
+def _draws(source, usable, n, seed):
+    "(n, I) how often each usable image is drawn, None below 5 sources; the number of sources."
     sources, which = np.unique(source[usable].astype(str), return_inverse=True)
-    none = np.full(2, np.nan)
     if len(sources) < 5:
-        return none, none, np.nan, len(sources)
+        return None, len(sources)
     draws = np.random.default_rng(seed).multinomial(len(sources), np.full(len(sources), 1/len(sources)), n)
-    found = [_describe(r, etas)[:3] for r in _weighted_medians(response[usable], draws[:, which])]
-    kind, eta, height = map(np.array, zip(*found))
-    peaks = np.isfinite(eta)
-    if 2*peaks.sum() < n:
-        return none, none, np.mean(kind == "bump"), len(sources)
-    bounds = [(1 - level)/2, (1 + level)/2]
-    return (10**np.quantile(np.log10(eta[peaks]), bounds), np.quantile(height[peaks], bounds), np.mean(kind == "bump"),
-            len(sources))
+    return draws[:, which], len(sources)
+
+def _resample_peaks(response, usable, source, etas, n, seed):
+    "Kind, place and height of the median curve of each resample of one cell (I, E), and the number of its sources."
+    weights, n_sources = _draws(source, usable, n, seed)
+    if weights is None:
+        return np.full(n, "unreliable", object), *np.full((2, n), np.nan), n_sources
+    found = [_describe(r, etas)[:3] for r in _weighted_medians(response[usable], weights)]
+    kind, eta, height = (list(column) for column in zip(*found))
+    return np.array(kind, object), np.array(eta), np.array(height), n_sources
+
+def _resample_median(values, source, n, seed):
+    "Median of each resample of one cell (I,)."
+    usable = np.isfinite(values)
+    weights, _ = _draws(source, usable, n, seed)
+    return np.full(n, np.nan) if weights is None else _weighted_medians(values[usable, None], weights)[:, 0]
+
+# %% ../nbs/01_peaks.ipynb #9afbabe4
+def _require_source(profiles):
+    "The coordinate `source`, or a ValueError."
+    if "source" not in profiles.coords:
+        raise ValueError("profiles have no coordinate `source` along `image`: name the photograph of each image")
+    return profiles.source
+
+def resampled_peaks(
+    profiles, # Dataset as from `response_profile` with a coordinate `source` along `image`; further dimensions allowed
+    n:int=1000, # resamples
+    seed:int=0, # of the resamples; cells with the same sources are resampled alike
+) -> xr.Dataset: # kind, peak_eta, peak_response (..., resample); n_sources (...)
+    "Kind and peak of the median curve in every resample of the sources. Raises ValueError without `source`."
+    source, response = _require_source(profiles), reliable_response(profiles)
+    cell = partial(_resample_peaks, etas=response.eta.values, n=n, seed=seed)
+    columns = xr.apply_ufunc(cell, response, _present(profiles) & ~_kinks(profiles), source,
+                             input_core_dims=[["image", "eta"], ["image"], ["image"]], vectorize=True,
+                             output_core_dims=[["resample"], ["resample"], ["resample"], []])
+    return xr.Dataset(dict(zip(("kind", "peak_eta", "peak_response", "n_sources"), columns)))
+
+def resampled_median(
+    values, # DataArray (..., image) with a coordinate `source`; NaN where an image doesn't count
+    n:int=1000, # resamples
+    seed:int=0, # of the resamples
+) -> xr.DataArray: # (..., resample)
+    "The median over images in every resample of the sources. Raises ValueError without `source`."
+    return xr.apply_ufunc(partial(_resample_median, n=n, seed=seed), values, _require_source(values), vectorize=True,
+                          input_core_dims=[["image"], ["image"]], output_core_dims=[["resample"]])
+
+# %% ../nbs/01_peaks.ipynb #5488de1b
+def interval(
+    values, # DataArray (..., resample), NaN where a resample has no value
+    level:float=0.9, # share of the resamples inside
+) -> xr.DataArray: # (..., bound): low, high; NaN if fewer than half of the resamples have a value
+    "Percentile interval over resamples."
+    with catch_warnings(action="ignore", category=RuntimeWarning):  # no value at all
+        bounds = values.quantile([(1 - level)/2, (1 + level)/2], "resample").rename(quantile="bound").transpose(..., "bound")
+    return bounds.where(2*values.notnull().sum("resample") >= values.sizes["resample"]).assign_coords(bound=["low", "high"])
 
 # %% ../nbs/01_peaks.ipynb #369017d1
 def bootstrap_peaks(
@@ -215,17 +262,13 @@ def bootstrap_peaks(
 
     Intervals are over the resamples that have a peak; NaN below 5 sources or if fewer than half have one. Raises
     ValueError without `source`."""
-    if "source" not in profiles.variables:
-        raise ValueError("profiles have no coordinate `source` along `image`: name the photograph of each image")
-    response, usable = reliable_response(profiles), _present(profiles) & ~_kinks(profiles)
-    cell = partial(_bootstrap, etas=response.eta.values, n=n, seed=seed, level=level)
-    columns = xr.apply_ufunc(cell, response, usable, profiles.source,
-                             input_core_dims=[["image", "eta"], ["image"], ["image"]], vectorize=True,
-                             output_core_dims=[["bound"], ["bound"], [], []])
-    result = xr.Dataset(dict(zip(("peak_eta", "peak_response", "bump_fraction", "n_sources"), columns)))
+    peaks = resampled_peaks(profiles, n, seed)
+    result = xr.Dataset({
+        "peak_eta": 10**interval(np.log10(peaks.peak_eta), level), "peak_response": interval(peaks.peak_response, level),
+        "bump_fraction": (peaks.kind == "bump").mean("resample").where(peaks.n_sources >= 5), "n_sources": peaks.n_sources})
     labels = {"peak_eta": ("pixel", f"{level:.0%} interval of η*"),
               "peak_response": ("1", f"{level:.0%} interval of r*"),
               "bump_fraction": ("1", "fraction of resamples that are bumps"), "n_sources": ("", "sources")}
     for name, (units, long_name) in labels.items():
         result[name].attrs = {"units": units, "long_name": long_name}
-    return result.assign_coords(bound=["low", "high"])
+    return result
