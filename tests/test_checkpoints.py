@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from bump.encoders import load_encoder, read_checkpoint, sha256_of
-from bump.experiments import QUICK, checkpoint_spec, recorded_sha256, training_runs
+from bump.encoders import load_encoder, read_checkpoint, sha256_of, split_file_spec
+from bump.experiments import QUICK, checkpoint_spec, load_attacks, recorded_sha256, training_runs
 from bump.images import load_cifar10, load_images
 from bump.peaks import describe, median_profile
 from bump.response import eta_ladder, response_profile
 from bump.runner import checkpoint_folder, shipped_names
-from bump.training import accuracy
+from bump.training import TRIAL_RADIUS, accuracy, robust_accuracy
 
 FOLDER = checkpoint_folder(QUICK, 0)
 CONDITIONS = {c.name: c for c in training_runs(QUICK)}
@@ -22,6 +22,11 @@ BUMPS = ["clean", "clean-step02925", "blur-1", "blur-2", "true-labels", "l2-1"]
 def about(name: str) -> dict:
     """The header of a finished checkpoint."""
     return read_checkpoint(FOLDER / f"{name}.safetensors")[1]
+
+
+def under_attack(name: str) -> object:
+    """Accuracies of a network of the family on all test images, by the radius of the attack."""
+    return load_attacks(FOLDER / f"{name}.safetensors").robust_accuracy
 
 
 @pytest.mark.parametrize("name", CONDITIONS)
@@ -45,9 +50,10 @@ def test_floors():
     assert about("random-labels")["train_accuracy"] >= .99 and about("random-data")["train_accuracy"] >= .99
     for name in ("blur-1", "blur-2"):
         assert about(name)["test_accuracy"] < about(name)["test_accuracy_blurred"] - .1, "sharp images are foreign to it"
-    for name, epsilon in (("l2-0.25", "0.25"), ("l2-1", "1")):
-        metric = f"pgd20_accuracy_l2_{epsilon}"
-        assert about(name)[metric] > about("l2-0")[metric] + .2, "robust networks must be clearly above the clean one"
+    for name, epsilon in (("l2-0.25", .25), ("l2-1", 1)):
+        robust, clean = (under_attack(n).sel(radius=epsilon) for n in (name, "clean"))
+        assert robust > clean + .2, "robust networks must be clearly above the clean one"
+    assert under_attack("clean").sel(radius=1) < .01
 
 
 def test_randomised_networks_differ_from_their_twin_in_one_thing():
@@ -65,6 +71,20 @@ def test_accuracy_on_real_images(name):
         pytest.skip(str(error))
     network = load_encoder(checkpoint_spec(QUICK, name)).network
     assert abs(accuracy(network, pixels[:2000] / 255, labels[:2000]) - about(name)["test_accuracy"]) < .03
+
+
+@pytest.mark.parametrize("epsilon", QUICK.family)
+def test_accuracy_under_attack_on_real_images(epsilon):
+    """One attempt on 200 images, by another seed, against the record of one attempt on 500."""
+    try:
+        pixels, labels = load_cifar10(train=False)
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    spec = checkpoint_spec(QUICK, QUICK.family[epsilon].name)
+    found, = robust_accuracy(load_encoder(spec).network, pixels[:200] / 255, labels[:200], [TRIAL_RADIUS], restarts=1, seed=7)
+    recorded = load_attacks(split_file_spec(spec)[0]).by_restarts.sel(restarts=1)
+    assert abs(found - recorded) < .08
+    assert abs(under_attack(QUICK.family[epsilon].name).sel(radius=0) - about(QUICK.family[epsilon].name)["test_accuracy"]) < .002
 
 
 def unrounded(encoder: torch.nn.Module) -> torch.nn.Module:

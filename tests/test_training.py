@@ -10,14 +10,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import xarray as xr
 
 import bump.runner
 from bump.encoders import build_seeded, cifar_resnet18, load_encoder, read_checkpoint, save_checkpoint
-from bump.experiments import CPU, checkpoint_spec, figure_cells, missing_inputs, preset_inputs, preset_named
+from bump.experiments import CPU, attacks_path, checkpoint_spec, figure_cells, missing_inputs, preset_inputs, preset_named
 from bump.images import load_images
 from bump.response import eta_ladder, response_profile
-from bump.runner import measure_cell, ship, stack, train_preset, training_record
-from bump.training import Condition, load_state, made_by, train
+from bump.runner import measure_cell, measure_panels, robust_coordinates, robustness_record, ship, stack, train_preset, training_record
+from bump.training import Condition, load_state, made_by, robust_accuracy, train
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = Condition("tiny", n_images=256, width=4, epochs=3, batch_size=64, peak_lr=.05, checkpoints=(0, .5))
@@ -159,10 +160,19 @@ def tiny_preset(tmp_path, monkeypatch):
     monkeypatch.setattr(bump.runner, "project_root", lambda: tmp_path)
     monkeypatch.setattr("bump.encoders.project_root", lambda: tmp_path)
     monkeypatch.setattr("bump.runner.load_cifar10", lambda train: small_set(256 if train else 16))
-    tiny = replace(CPU, controlled=(TINY,), family={0.0: TINY}, training_seeds=(0, 1), course=(0, .5, 1), n_small=2,
+    family = {0.0: TINY, **{e: replace(TINY, name=f"l2-{e:g}", epsilon=e, checkpoints=()) for e in (.5, 1.0)}}
+    tiny = replace(CPU, controlled=(TINY,), family=family, training_seeds=(0, 1), course=(0, .5, 1), n_small=2,
                    ladder=(1e-1, 1e1, 2), small_sets={"noise": ("noise", 0.0)})
     monkeypatch.setitem(bump.experiments.PRESETS, "cpu", tiny)
+    monkeypatch.setattr("bump.runner.attack_record", quick_record)
     return tmp_path
+
+
+def quick_record(network: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor) -> object:
+    """The part of `attack_record` that figures show, with two steps for its twenty."""
+    radii = [0, .25, .5, 1]
+    return xr.Dataset({"robust_accuracy": ("radius", robust_accuracy(network, images, labels, radii, steps=2, restarts=1))},
+                      {"radius": radii})
 
 
 def test_each_seed_has_its_folder_and_checksums(tiny_preset):
@@ -172,7 +182,7 @@ def test_each_seed_has_its_folder_and_checksums(tiny_preset):
     folders = [tiny_preset / f"data/checkpoints/cpu/seed-{seed}" for seed in (0, 1)]
     for seed, folder in enumerate(folders):
         assert read_checkpoint(folder / "tiny.safetensors")[1]["condition"]["seed"] == seed
-        assert len((folder / "SHA256SUMS").read_text().splitlines()) == 3
+        assert len((folder / "SHA256SUMS").read_text().splitlines()) == 5, "three of the run itself, two of the family"
     assert content(folders[0]) != content(folders[1])
     spec = checkpoint_spec(preset_named("cpu"), "tiny", 1)
     assert spec == "file:data/checkpoints/cpu/seed-1/tiny.safetensors?arch=cifar:resnet18-4"
@@ -256,6 +266,51 @@ def test_check_looks_into_checkpoints(tiny_preset, wrong, told):
     (folder / "seed-1/SHA256SUMS").unlink()
     problems = missing_inputs(preset_inputs(preset_named("cpu"), [1]))
     assert [p for p in problems if "seed-1/tiny.safetensors" in p and told in p], problems
+
+
+# --- the adversarial family ---
+
+
+def test_panels_of_the_family_carry_accuracies_under_attack(tiny_preset):
+    """Each number is that of its own network."""
+    train_preset("cpu")
+    chosen = preset_named("cpu")
+    panel = measure_panels(5, chosen)[""]
+    assert panel.robust_accuracy.dims == ("epsilon", "radius") and panel.epsilon.values.tolist() == [0, .5, 1]
+    for epsilon, spec in zip(panel.epsilon, panel.encoder_spec.values):
+        again = quick_record(load_encoder(str(spec)).network, *(small_set(16)[0] / 255, small_set(16)[1])).robust_accuracy
+        assert np.array_equal(panel.robust_accuracy.sel(epsilon=epsilon), again)
+    ends = robust_coordinates(figure_cells(chosen, 2)["a_seeds"], chosen)["robust_accuracy"]
+    assert dict(ends.sizes) == {"training_seed": 2, "epsilon": 2, "radius": 4}
+    assert not robust_coordinates(figure_cells(chosen, 1)["c"], chosen), "the course of training isn't attacked"
+
+
+def test_a_network_is_attacked_once(tiny_preset, monkeypatch):
+    train_preset("cpu")
+    before = content(tiny_preset)
+    monkeypatch.setattr("bump.runner.attack_record", None)
+    train_preset("cpu")
+    assert content(tiny_preset) == before
+
+
+def test_accuracies_of_other_weights_are_refused(tiny_preset):
+    train_preset("cpu", training_seeds=(0,))
+    folder = tiny_preset / "data/checkpoints/cpu/seed-0"
+    shutil.copy(attacks_path(folder / "l2-1.safetensors"), attacks_path(folder / "l2-0.5.safetensors"))
+    with pytest.raises(ValueError, match="l2-0.5.attacks.nc was measured on other weights than those of l2-0.5.safetensors; delete it"):
+        train_preset("cpu", training_seeds=(0,))
+    attacks_path(folder / "l2-1.safetensors").unlink()
+    problems = missing_inputs(preset_inputs(preset_named("cpu", training_seeds=(0,)), [5]))
+    assert len([p for p in problems if "l2-0.5.attacks.nc was measured on other weights" in p]) == 1
+    assert len([p for p in problems if "l2-1.attacks.nc are missing" in p]) == 1
+
+
+def test_the_record_of_robustness(tiny_preset):
+    train_preset("cpu")
+    record = robustness_record("cpu")
+    assert dict(record["seed-0"].sizes) == {"epsilon": 3, "source_epsilon": 3, "radius": 4}
+    assert dict(record["seed-1"].sizes) == {"epsilon": 2, "source_epsilon": 2, "radius": 4}
+    assert record["seed-0/weights_sha256"].dims == ("epsilon",)
 
 
 def test_a_lost_curve_is_written_again(finished, tmp_path):
