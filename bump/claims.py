@@ -6,9 +6,10 @@
 __all__ = ['STATEMENTS', 'RUNS', 'CURVE', 'MOST', 'RANDOM_KINDS', 'CLAIMS', 'Verdict', 'grade', 'not_measured', 'basis_of',
            'median_peaks', 'true_peaks', 'in_words', 'as_runs', 'range_in_words', 'spread', 'image_share', 'plain',
            'judge_c1', 'judge_c2', 'judge_c3', 'relative_spread', 'decades_apart', 'within', 'local_prediction',
-           'split_peak', 'displacement_peak', 'compare_budgets', 'judge_c4', 'tell_c4', 'bump_height', 'judge_c5',
-           'judge_c6', 'judge_grid', 'judge_c7', 'judge_c8', 'judge_c9', 'without_nan', 'panels_of', 'judge',
-           'save_claims', 'matched', 'panel_deviation', 'deviation', 'report_deviation']
+           'split_peak', 'as_displacement', 'displacement_peak', 'compare_budgets', 'factor_intervals', 'judge_c4',
+           'parts_c4', 'with_interval', 'tell_c4', 'bump_height', 'judge_c5', 'judge_c6', 'judge_grid', 'judge_c7',
+           'judge_c8', 'judge_c9', 'without_nan', 'panels_of', 'judge', 'save_claims', 'matched', 'panel_deviation',
+           'deviation', 'report_deviation']
 
 # %% ../nbs/08_claims.ipynb #52ed0cda
 import json
@@ -20,7 +21,8 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
-from .peaks import PEAK, PLATEAU, bootstrap_peaks, describe, kind_fractions, median_profile
+from .peaks import (PEAK, PLATEAU, bootstrap_peaks, describe, interval, kind_fractions, median_profile, resampled_median,
+                        resampled_peaks)
 from .store import load, project_root, write_atomically
 
 # %% ../nbs/08_claims.ipynb #ada7922b
@@ -251,13 +253,18 @@ def split_peak(
     return terms.where(np.isfinite(terms.displacement).all("epsilon")).mean("image")
 
 # %% ../nbs/08_claims.ipynb #31a94892
+def as_displacement(
+    profiles:xr.Dataset, # dims (…, image, direction, eta)
+) -> xr.Dataset: # the same with displacement/η, in units of the median `linear`, for the response
+    "Profiles whose peaks are those of displacement/η."
+    linear = local_prediction(profiles)
+    return profiles.assign(response=profiles.response * linear / linear.median("image"))
+
 def displacement_peak(
     profiles:xr.Dataset, # dims (…, image, direction, eta)
 ) -> xr.DataArray: # η of the maximum, by the other dimensions
     "Where the median over images of displacement/η has its peak."
-    linear = local_prediction(profiles)
-    scaled = profiles.assign(response=profiles.response * linear / linear.median("image"))
-    return true_peaks(describe(median_profile(scaled))).peak_eta
+    return true_peaks(describe(median_profile(as_displacement(profiles)))).peak_eta
 
 # %% ../nbs/08_claims.ipynb #be01612a
 def compare_budgets(
@@ -274,35 +281,72 @@ def compare_budgets(
     split = split_peak(pair, peaks.peak_eta)
     return {**numbers, **{f"log10_{name}": float(term[1] - term[0]) for name, term in split.items()}}
 
+# %% ../nbs/08_claims.ipynb #1012ae60
+def factor_intervals(
+    pair:xr.Dataset, # dims (epsilon, image, direction, eta), with two budgets; coordinate `source`
+) -> dict: # name -> [low, high]; NaN below five sources, or where most resamples lack one of the two peaks
+    "90 % intervals of the factors that compare_budgets tells."
+    peaks, moved = (true_peaks(resampled_peaks(profiles)) for profiles in (pair, as_displacement(pair)))
+    linear = local_prediction(pair)
+    reduction, relative = (1 / resampled_median(values) for values in (linear, linear / pair.feature_norm))
+    factors = {"shift": peaks.peak_eta, "displacement_shift": moved.peak_eta, "growth": peaks.peak_response,
+               "reduction": reduction, "relative_reduction": relative}
+    return {name: interval(x.isel(epsilon=1) / x.isel(epsilon=0)).values.tolist() for name, x in factors.items()}
+
 # %% ../nbs/08_claims.ipynb #98f235fd
 def judge_c4(
     panel:xr.Dataset, # Figure 2a: (epsilon, image, direction, eta)
+    ends:xr.Dataset=None, # its smallest and largest ε from several training seeds: (training_seed, epsilon, image, direction, eta)
 ) -> Verdict:
-    "C4, from ε = 0 to the largest ε. Parts: η* moves 10–30×; linear or linear² falls 500–8,000×."
+    "C4, from ε = 0 to the largest ε. Parts of each training seed: η* moves 10–30×; linear or linear² falls 500–8,000×."
     budgets = panel.epsilon.values
     if 0 not in budgets or budgets.max() == 0:
         return not_measured("C4", basis_of(panel), "ε = 0 or its counterpart is missing")
-    pair = panel.sel(epsilon=[0, budgets.max()])
-    peaks = median_peaks(pair)
-    n = compare_budgets(pair, peaks)
+    pairs = {"": panel} if ends is None else {f"training seed {s}: ": ends.sel(training_seed=s) for s in ends.training_seed.values}
+    parts, told, numbers = [], [], []
+    for run, pair in pairs.items():
+        pair = pair.sel(epsilon=[0, budgets.max()])
+        peaks = median_peaks(pair)
+        n, bounds = compare_budgets(pair, peaks), factor_intervals(pair)
+        parts += parts_c4(n, peaks)
+        told.append(run + tell_c4(n, bounds, peaks))
+        numbers.append({**n, "intervals": bounds, "median": plain(peaks, *CURVE)})
+    return Verdict("C4", grade(parts), basis_of(panel), "; ".join(told), {"runs": numbers})
+
+def parts_c4(
+    n:dict, # from compare_budgets
+    peaks:xr.Dataset, # description of the two median curves
+) -> list: # whether the peak moves as far as claimed, and whether the local prediction falls as far
+    "The two parts of C4 in one run; None where it could not be measured."
     decades = np.log10(n["shift"])
     shift = None if "unreliable" in peaks.kind else within(1, decades) and within(decades, np.log10(30))
     reduced = any(500 <= n["reduction"]**power <= 8000 for power in (1, 2)) if np.isfinite(n["reduction"]) else None
-    numbers = {**n, "median": plain(peaks, *CURVE)}
-    return Verdict("C4", grade([shift, reduced]), basis_of(panel), tell_c4(n, peaks), numbers)
+    return [shift, reduced]
 
 # %% ../nbs/08_claims.ipynb #938d50b2
+def with_interval(
+    sign:str, # × or ÷
+    value:float, # a factor
+    bounds:list, # its interval
+    power:int=1, # of the factor, taken of all three
+) -> str: # such as "×10 [7.5–13]"
+    "A factor with its interval."
+    if not value > 0: return "without two peaks"
+    low, middle, high = (f"{x**power:.3g}" for x in (bounds[0], value, bounds[1]))
+    return f"{sign}{middle}" + f" [{low}–{high}]" * bool(np.isfinite(bounds).all())
+
 def tell_c4(
     n:dict, # from compare_budgets
+    bounds:dict, # from factor_intervals
     peaks:xr.Dataset, # description of the two median curves
 ) -> str:
     "The evidence for C4 in words."
     curves = " to ".join(f"ε = {e:g}: {in_words(peaks.sel(epsilon=e))}" for e in peaks.epsilon.values)
-    shift, growth, moved = (f"×{n[name]:.3g}" if n[name] > 0 else "without two peaks"
-                            for name in ("shift", "growth", "displacement_shift"))
+    shift, growth, moved = (with_interval("×", n[name], bounds[name]) for name in ("shift", "growth", "displacement_shift"))
+    linear, squared = (with_interval("÷", n["reduction"], bounds["reduction"], power) for power in (1, 2))
     told = [f"from {curves}", f"η* {shift}, maximum of displacement/η {moved}, r* {growth}",
-            f"linear ÷{n['reduction']:.3g}, squared ÷{n['reduction']**2:.3g}, relative to ‖f‖ "
-            f"÷{n['relative_reduction']:.3g}"]
+            f"linear {linear}, squared {squared}, relative to ‖f‖ "
+            + with_interval("÷", n["relative_reduction"], bounds["relative_reduction"])]
     if "log10_height" in n:
         told.append(f"log10 r* {n['log10_height']:+.2f} = {n['log10_displacement']:+.2f} (displacement/η at the peak) "
                     f"{-n['log10_linear']:+.2f} (linear)")
@@ -421,9 +465,9 @@ def judge_c9(
     return Verdict("C9", grade(parts), basis_of(panel), evidence, numbers)
 
 # %% ../nbs/08_claims.ipynb #fdb01afd
-CLAIMS = {1: {"C1": ("a", judge_c1), "C2": ("b", judge_c2), "C3": ("c", judge_c3)},
-          2: {"C4": ("a", judge_c4), "C5": ("b", judge_c5), "C6": ("c", judge_c6)},
-          3: {"C7": ("", judge_c7)}, 4: {"C8": ("", judge_c8)}, 5: {"C9": ("", judge_c9)}}
+CLAIMS = {1: {"C1": (["a"], judge_c1), "C2": (["b"], judge_c2), "C3": (["c"], judge_c3)},
+          2: {"C4": (["a", "a_seeds"], judge_c4), "C5": (["b"], judge_c5), "C6": (["c"], judge_c6)},
+          3: {"C7": ([""], judge_c7)}, 4: {"C8": ([""], judge_c8)}, 5: {"C9": ([""], judge_c9)}}  # panels; all but the first may be absent
 
 # %% ../nbs/08_claims.ipynb #319e5f57
 def without_nan(
@@ -447,9 +491,9 @@ def judge(
 ) -> pd.DataFrame: # a row a claim: claim, statement, verdict, basis, evidence, numbers (JSON)
     "Verdicts on the claims of a figure. A claim whose panel is missing is not measured."
     rows, panels = [], panels_of(data)
-    for claim, (panel, function) in CLAIMS[figure].items():
-        if panel in panels: verdict = function(panels[panel])
-        else: verdict = not_measured(claim, why=f"panel {panel} is missing")
+    for claim, (names, function) in CLAIMS[figure].items():
+        if names[0] in panels: verdict = function(*(panels[name] for name in names if name in panels))
+        else: verdict = not_measured(claim, why=f"panel {names[0]} is missing")
         rows.append({**asdict(verdict), "statement": STATEMENTS[claim], "numbers": without_nan(verdict.numbers)})
     return pd.DataFrame(rows)[["claim", "statement", "verdict", "basis", "evidence", "numbers"]]
 
