@@ -9,8 +9,9 @@ __all__ = ['FULL', 'STYLE', 'ENCODER_COLOURS', 'CONDITION_COLOURS', 'INK', 'QUIE
            'across_seeds', 'has_peak', 'draw_peak', 'finish_panel', 'letter', 'count_images', 'titled', 'corner',
            'tell_peak', 'legend_outside', 'legend_below', 'sample', 'panel_1a', 'panel_1b', 'medians', 'panel_1c',
            'draw_course', 'draw_range', 'figure1', 'tell_course', 'displacement_per_eta', 'local_linear',
-           'draw_displacement', 'draw_linear', 'panel_2a', 'small_multiples', 'panel_2b', 'panel_2c', 'figure2', 'grid',
-           'grid_panel', 'figure3', 'figure4', 'figure5', 'panel_table', 'panel_tables', 'save_figure', 'save_tables']
+           'draw_displacement', 'draw_linear', 'panel_2a', 'draw_ends', 'small_multiples', 'panel_2b', 'panel_2c',
+           'figure2', 'grid', 'grid_panel', 'figure3', 'figure4', 'figure5', 'panel_table', 'panel_tables',
+           'save_figure', 'save_tables']
 
 # %% ../nbs/09_plots.ipynb #f11b8864
 from itertools import product
@@ -417,10 +418,13 @@ def draw_displacement(
     ax:Axes, # where to draw
     profiles:xr.Dataset, # dims (image, direction, eta)
     colour, # of the curves
+    *,
+    bare:bool=False, # a hairline without the dot
 ):
     "Median displacement/η, with a dot at its peak if the response has one."
     moved = median_profile(displacement_per_eta(profiles))
-    ax.plot(moved.eta, reliable_response(moved), color=colour, linewidth=1.5, **BOLD)
+    ax.plot(moved.eta, reliable_response(moved), color=colour, **(THIN if bare else dict(linewidth=1.5, **BOLD)))
+    if bare: return
     if has_peak(median_profile(profiles)): draw_peak(ax, describe(moved), colour)
 
 # %% ../nbs/09_plots.ipynb #37973aff
@@ -445,13 +449,15 @@ def draw_linear(
 def panel_2a(
     axes, # three Axes
     profiles:xr.Dataset, # dims (epsilon, image, direction, eta)
+    ends:xr.Dataset=None, # of some ε from several training seeds: dims (training_seed, epsilon, image, direction, eta)
 ) -> dict: # legend
-    "Response, displacement/η and local prediction of an adversarial family."
+    "Response, displacement/η and local prediction of an adversarial family; hairlines are other training seeds."
     colours = ordered_colours(profiles.epsilon.values)
     for epsilon, colour in colours.items():
         draw_median(axes[0], profiles.sel(epsilon=epsilon), colour)
         draw_displacement(axes[1], profiles.sel(epsilon=epsilon), colour)
     draw_linear(axes[2], profiles, colours)
+    if ends is not None: draw_ends(axes, ends, colours)
     scale_response(axes[:1], medians(profiles))
     axes[1].set_yscale("log")
     plain_log(axes[1].yaxis)
@@ -466,6 +472,19 @@ def panel_2a(
     return {**{rf"$\varepsilon$ = {e:g}": sample(c) for e, c in colours.items()},
             r"$\Vert Ju\Vert$": Line2D([], [], color=QUIET, **dot),
             r"$\Vert Ju\Vert\,/\,\Vert f\Vert$": Line2D([], [], color=QUIET, mfc="white", **dot)}
+
+# %% ../nbs/09_plots.ipynb #30704846
+def draw_ends(
+    axes, # two Axes or more
+    ends:xr.Dataset, # dims (training_seed, epsilon, image, direction, eta)
+    colours:dict, # ε -> colour
+):
+    "Response and displacement/η of single training seeds, as hairlines."
+    for seed, epsilon in product(ends.training_seed.values, ends.epsilon.values):
+        single = ends.sel(training_seed=seed, epsilon=epsilon)
+        median = median_profile(single)
+        axes[0].plot(median.eta, reliable_response(median), color=colours[epsilon], **THIN)
+        draw_displacement(axes[1], single, colours[epsilon], bare=True)
 
 # %% ../nbs/09_plots.ipynb #acd18fdf
 def small_multiples(
@@ -516,7 +535,8 @@ def figure2(
         rows = figure.subfigures(3, 1)
         for row, (name, draw) in zip(rows, {"a": panel_2a, "b": panel_2b, "c": panel_2c}.items()):
             axes = row.subplots(1, columns[name], sharey=name != "a")
-            legend_outside(row, draw(axes, panels[name]), titles[name])
+            further = [tree["a_seeds"].to_dataset()] if name == "a" and "a_seeds" in tree.children else []
+            legend_outside(row, draw(axes, panels[name], *further), titles[name])
             letter(axes[0], name)
     return figure
 
@@ -583,8 +603,8 @@ def figure5(
     width:float=FULL, # inches
 ) -> Figure:
     "Figure 5: adversarially trained encoders, a panel for each training budget."
-    columns = min(5, data.sizes["epsilon"])
-    rows = -(-data.sizes["epsilon"] // columns)
+    rows = 1 if data.sizes["epsilon"] <= 5 else 2
+    columns = -(-data.sizes["epsilon"] // rows)
     with rc_context(STYLE):
         figure = Figure(figsize=(width, .3 + .85 * rows * width / max(columns, 4)), layout="constrained")
         axes = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
