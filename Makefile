@@ -61,12 +61,12 @@ help:
 	@echo 'make check     what a preset lacks'
 	@echo 'make render    draw the figures from the committed results; nothing is measured'
 	@echo 'make reference make the working results of a preset the committed ones'
-	@echo 'make train     train the CIFAR-10 networks that are missing (PRESET=cpu or paper; needs CIFAR-10 in BUMP_DATA)'
+	@echo 'make train     train and attack the CIFAR-10 networks that are missing (PRESET=cpu or paper; needs CIFAR-10 in BUMP_DATA)'
 	@echo 'make ship      copy the networks that quick measures from seed 0 of cpu'
 	@echo 'make export    generate bump/ from the notebooks, and clean them'
 	@echo 'make test      notebooks in step, their own tests, pytest, and a smoke run of all figures'
 	@echo 'make smoke     the five figures at the smallest size'
-	@echo 'make benchmark an epoch of training against a plain loop (needs CIFAR-10 and an idle machine)'
+	@echo 'make benchmark training against a plain loop, an adversarial step against its passes (CIFAR-10, an idle machine)'
 	@echo 'make lab       JupyterLab in this environment'
 	@echo 'make env       only make the environment'
 	@echo 'make clean     delete the results of a preset (not the environment)'
@@ -141,6 +141,7 @@ ship: $(READY)
 
 benchmark: $(READY)
 	$(PY) benchmarks/training_speed.py --out benchmarks/training_speed.csv
+	$(PY) benchmarks/adversarial_step.py --out benchmarks/adversarial_step.csv
 
 # --- notebooks ------------------------------------------------------------------------------------------------------
 
