@@ -52,13 +52,14 @@ export PYTHONWARNINGS := ignore:IProgress not found,ignore:`torch.jit.script` is
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help env figures list check train ship render reference export test smoke benchmark lab clean $(FIGURES:%=fig%)
+.PHONY: help env figures list check fetch train ship render reference export test smoke benchmark lab clean $(FIGURES:%=fig%)
 
 help:
 	@echo 'make figures   rebuild the whole paper: $(DATA)/fig*.nc and $(OUT)/fig*.{pdf,png,csv}'
 	@echo 'make fig3      rebuild one figure'
 	@echo 'make list      what a preset measures, and about how long it takes'
 	@echo 'make check     what a preset lacks'
+	@echo 'make fetch     download and verify what a preset lacks'
 	@echo 'make render    draw the figures from the committed results; nothing is measured'
 	@echo 'make reference make the working results of a preset the committed ones'
 	@echo 'make train     train and attack the CIFAR-10 networks that are missing (PRESET=cpu or paper; needs CIFAR-10 in BUMP_DATA)'
@@ -92,7 +93,7 @@ figures: $(OUT)/.inputs-are-there $(FIGURES:%=fig%) $(OUT)/deviation.txt
 
 # Whatever any figure lacks is said before the first one starts.
 $(OUT)/.inputs-are-there: $(MODULES) $(WEIGHTS) $(READY)
-	@$(COMMAND) command("check", "$(PRESET)"$(CHANGES))'
+	@$(COMMAND) command("fetch", "$(PRESET)"$(CHANGES))'
 	@mkdir -p $(OUT)
 	@touch $@
 
@@ -132,6 +133,9 @@ list: $(READY)
 
 check: $(READY)
 	@$(COMMAND) command("check", "$(PRESET)"$(CHANGES))'
+
+fetch: $(READY)
+	@$(COMMAND) command("fetch", "$(PRESET)"$(CHANGES))'
 
 train: $(READY)
 	@$(COMMAND) command("train", "$(PRESET)"$(CHANGES))'

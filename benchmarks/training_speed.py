@@ -18,7 +18,8 @@ from torchvision import transforms
 from torchvision.datasets import CIFAR10
 
 from bump.encoders import CIFAR_MEAN, CIFAR_STD
-from bump.images import find_file, load_cifar10
+from bump.files import find_file
+from bump.images import load_cifar10
 from bump.training import Condition, accuracy, arithmetic, prepare_data, start_run, train_epoch
 
 

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from bump.encoders import load_encoder, read_checkpoint, sha256_of, split_file_spec
+from bump.encoders import load_encoder, read_checkpoint, split_file_spec
 from bump.experiments import QUICK, checkpoint_spec, load_attacks, recorded_sha256, training_runs
+from bump.files import sha256_of
 from bump.images import load_cifar10, load_images
 from bump.peaks import describe, median_profile
 from bump.response import eta_ladder, response_profile

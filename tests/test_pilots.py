@@ -10,7 +10,8 @@ import torch
 from foreign import CifarResNet, Features, ResNet2B2, fill
 
 from bump.encoders import Encoder, load_encoder, package_weights
-from bump.images import ZIPS, find_file, load_cifar10, load_images
+from bump.files import find_file
+from bump.images import ZIPS, load_cifar10, load_images
 from bump.peaks import describe, median_profile
 from bump.response import eta_ladder, response_profile
 

@@ -15,7 +15,7 @@ import yaml
 import bump
 
 ROOT = Path(__file__).resolve().parents[1]
-FLOORS = [{"response"}, {"store", "peaks"}, {"images"}, {"encoders"}, {"training"}, {"experiments"}, {"runner"},
+FLOORS = [{"response"}, {"store", "peaks"}, {"files"}, {"images"}, {"encoders"}, {"training"}, {"experiments"}, {"runner"},
           {"claims", "plots"}]  # from the ground up
 WITHOUT_TORCH = ["store", "peaks", "claims", "plots"]
 MODULES = sorted(p for p in (ROOT / "bump").glob("*.py") if not p.stem.startswith("_"))
@@ -60,7 +60,7 @@ def test_conda_environment_defers_to_requirements():
 
 def test_settings_repeat_the_runtime_pins():
     lines = [s.strip() for s in (ROOT / "requirements.txt").read_text().splitlines() if s.strip() and s[0] != "#"]
-    development = {"pytest", "ruff", "nbformat", "PyYAML"}
+    development = {"pytest", "ruff", "nbformat", "PyYAML", "dill"}
     assert settings()["requirements"].split() == [s for s in lines if s.split("==")[0] not in development]
 
 

@@ -16,7 +16,8 @@ EARLY_TORCHVISION_VIT = torchvision.models.VisionTransformer(64, 16, 2, 4, 96, 1
 EARLY_TORCHVISION_VIT.heads = nn.Identity()  # zero at initialisation
 
 from bump.encoders import load_encoder  # noqa: E402
-from bump.images import find_file, load_images  # noqa: E402
+from bump.files import find_file  # noqa: E402
+from bump.images import load_images  # noqa: E402
 from bump.response import dequantise, draw_directions, eta_ladder, exact_arithmetic, response_profile  # noqa: E402
 
 SMALL = eta_ladder(1e-5, 1e-3, 1)

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch.hub import load_state_dict_from_url
 
-from bump.encoders import ROBUST_FILES, encoder_identity, load_encoder, sha256_of
+from bump.encoders import ROBUST_FILES, encoder_identity, load_encoder
 from bump.experiments import PAPER, missing_inputs, preset_inputs
+from bump.files import sha256_of
 
 NAME = "resnet50_l2_eps3"
 
@@ -43,14 +44,16 @@ def content(attacker_model):
 def weights(tmp_path, monkeypatch):
     """An empty folder that BUMP_WEIGHTS names, and the path of the file in it."""
     monkeypatch.setenv("BUMP_WEIGHTS", str(tmp_path))
+    monkeypatch.setitem(ROBUST_FILES, NAME, (ROBUST_FILES[NAME][0], ""))  # the checksum of what is made here isn't known
     return tmp_path / f"{NAME}.ckpt"
 
 
 LEGACY, DILL = {"_use_new_zipfile_serialization": False}, {"pickle_module": dill}
 
 
-@pytest.mark.parametrize("options", [{}, LEGACY, DILL, {**LEGACY, **DILL}], ids=["zip", "legacy", "dill", "dill-legacy"])
-@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+@pytest.mark.parametrize("options, device", [
+    pytest.param({}, "cpu", id="zip"), pytest.param({}, "cuda:0", id="zip-cuda"), pytest.param(LEGACY, "cuda:0", id="legacy-cuda"),
+    pytest.param(DILL, "cpu", id="dill"), pytest.param({**LEGACY, **DILL}, "cuda:0", id="legacy-dill-cuda")])
 def test_features_are_those_of_the_library(attacker_model, content, weights, options, device, monkeypatch):
     with monkeypatch.context() as saving:
         saving.setattr(torch.serialization, "location_tag", lambda storage: device)  # as if the tensors lay there
@@ -121,15 +124,19 @@ def test_a_file_cut_short(content, weights, keep):
         load_encoder(f"robust:{NAME}")
 
 
-def test_a_missing_file_is_named_with_its_source(weights):
-    with pytest.raises(FileNotFoundError, match=f"{NAME}.ckpt was not found on the search path BUMP_WEIGHTS"):
+def test_a_missing_file_is_named_with_its_source(tmp_path, monkeypatch):
+    monkeypatch.setenv("BUMP_WEIGHTS", str(tmp_path))
+    with pytest.raises(FileNotFoundError, match=rf"{NAME}.ckpt \(205 MB, sha256 380b14e6.* BUMP_WEIGHTS"):
         load_encoder(f"robust:{NAME}")
     told = [p for p in missing_inputs(preset_inputs(PAPER, [5])) if NAME in p]
-    assert len(told) == 1 and "https://huggingface.co/madrylab/robust-imagenet-models/resolve/" in told[0] and "205 MB" in told[0]
+    assert len(told) == 1 and "downloads it from https://huggingface.co/madrylab/robust-imagenet-models/resolve/" in told[0]
 
 
-def test_another_file_under_the_name_is_told_by_its_checksum(weights):
-    weights.write_bytes(b"something else")
+def test_another_file_under_the_name_is_told_by_its_checksum(tmp_path, monkeypatch):
+    monkeypatch.setenv("BUMP_WEIGHTS", str(tmp_path))
+    (tmp_path / f"{NAME}.ckpt").write_bytes(b"something else")
+    with pytest.raises(ValueError, match="differs from the published"):
+        load_encoder(f"robust:{NAME}")
     told = [p for p in missing_inputs(preset_inputs(PAPER, [5])) if NAME in p]
     assert len(told) == 1 and f"sha256 {ROBUST_FILES[NAME][1]}" in told[0]
 

@@ -1,0 +1,114 @@
+"""Published files, from a server that resumes, breaks off, or sends the wrong thing; and from folders without a network."""
+import hashlib
+import re
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from bump.files import Published, download, fetch
+
+CONTENT = bytes(range(256)) * 4000
+SHA256 = hashlib.sha256(CONTENT).hexdigest()
+
+
+class Server(BaseHTTPRequestHandler):
+    """Serves CONTENT, with ranges; what else it does is told by the path."""
+
+    requests = []  # (path, first byte asked for)
+
+    def do_GET(self):
+        start = int(re.match(r"bytes=(\d+)-", self.headers.get("Range", "bytes=0-"))[1])
+        first = not any(path == self.path for path, _ in self.requests)
+        self.requests.append((self.path, start))
+        body = b"<!DOCTYPE html><title>Sign in</title>" if "page" in self.path else CONTENT
+        if "gone" in self.path:
+            self.send_error(404)
+            return
+        if "changed" in self.path:
+            body = CONTENT[:-1] + b"x"
+        if "whole" in self.path:  # ignores ranges
+            start = 0
+        self.send_response(206 if start else 200)
+        self.send_header("Content-Length", str(len(body) - start))
+        if start:
+            self.send_header("Content-Range", f"bytes {start}-{len(body) - 1}/{len(body)}")
+        self.end_headers()
+        breaks = "never" in self.path or ("breaks" in self.path and first)
+        self.wfile.write(body[start:300_000 if breaks else None])
+        if breaks:
+            self.close_connection = True
+
+    def log_message(self, *_):
+        """Say nothing."""
+
+
+@pytest.fixture
+def serve(tmp_path, monkeypatch):
+    """A function from a path on the server to the published file, which is kept in an empty folder."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setattr(Server, "requests", [])
+    monkeypatch.setenv("BUMP_WEIGHTS", str(tmp_path))
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 10_000)
+    yield lambda path, sha256=SHA256: Published("net.bin", f"http://127.0.0.1:{server.server_port}/{path}", 1, sha256)
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_download_is_verified_and_done_once(serve, tmp_path):
+    assert fetch(serve("good")).read_bytes() == CONTENT
+    assert fetch(serve("good")) == tmp_path / "net.bin" and len(Server.requests) == 1
+    assert [p.name for p in tmp_path.iterdir()] == ["net.bin"]
+
+
+def test_a_broken_connection_is_taken_up(serve):
+    assert fetch(serve("breaks")).read_bytes() == CONTENT
+    assert [start for _, start in Server.requests] == [0, 300_000]
+
+
+def test_an_interrupted_download_goes_on_in_the_next_run(serve, tmp_path):
+    (tmp_path / ".net.bin.partial").write_bytes(CONTENT[:500_000])
+    assert fetch(serve("good")).read_bytes() == CONTENT and Server.requests == [("/good", 500_000)]
+
+
+def test_one_that_was_only_not_renamed_is_not_asked_for_again(serve, tmp_path):
+    (tmp_path / ".net.bin.partial").write_bytes(CONTENT)
+    assert fetch(serve("good")).read_bytes() == CONTENT and Server.requests == []
+
+
+def test_a_server_without_ranges(serve, tmp_path):
+    (tmp_path / ".net.bin.partial").write_bytes(CONTENT[:500_000])
+    assert fetch(serve("whole")).read_bytes() == CONTENT
+
+
+def test_without_a_checksum_a_download_starts_afresh(serve, tmp_path):
+    (tmp_path / ".net.bin.partial").write_bytes(b"of another version")
+    assert fetch(serve("good", "")).read_bytes() == CONTENT and Server.requests == [("/good", 0)]
+
+
+@pytest.mark.parametrize("path, sha256", [("changed", SHA256), ("page", SHA256), ("page", "")])
+def test_something_else_is_not_kept(serve, tmp_path, path, sha256):
+    with pytest.raises(ValueError, match=f"what http://127.0.0.1:[0-9]+/{path} sent is not net.bin .*nothing was kept"):
+        fetch(serve(path, sha256))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("path, kept", [("gone", []), ("never-ends", [(".net.bin.partial", 300_000)])])
+def test_what_does_not_arrive_is_no_file(serve, tmp_path, path, kept):
+    with pytest.raises(ConnectionError, match="net.bin could not be downloaded from http://.* bytes have arrived; run again to go on"):
+        download(serve(path))
+    assert [(p.name, p.stat().st_size) for p in tmp_path.iterdir()] == kept
+
+
+def test_a_file_in_a_folder_needs_no_network(serve, tmp_path, monkeypatch):
+    """And one that differs is an error, not a reason to download."""
+    (tmp_path / "second").mkdir()
+    (tmp_path / "second/net.bin").write_bytes(CONTENT)
+    monkeypatch.setenv("BUMP_WEIGHTS", f"{tmp_path}:{tmp_path / 'second'}")
+    assert fetch(serve("good")) == tmp_path / "second/net.bin"
+    (tmp_path / "net.bin").write_bytes(CONTENT[:-1])
+    with pytest.raises(ValueError, match="net.bin differs from the published net.bin .* delete it and get it again from http"):
+        fetch(serve("good"))
+    assert Server.requests == []
