@@ -304,6 +304,7 @@ class Input:
     find: object                # function without arguments: its path, FileNotFoundError, or ValueError if it is another file
     sha256: str = ""            # of the file, or its beginning; empty where the reader of the file checks it itself
     published: Published = None # the same, if it can be downloaded
+    folder: str = ""            # if many files lie in one, and are missed together
 
 # %% ../nbs/07_experiments.ipynb #1fdadbc2
 LITE_SHA256 = {
@@ -352,7 +353,8 @@ def encoder_input(
         item = robust_file(architecture)
         return Input(f"checkpoint {item.name}", item.url, lambda: find_published(item), item.sha256, item)
     path = split_file_spec(spec)[0]
-    return Input(f"checkpoint {path.name}", SOURCE_TRAINED, lambda: require_checkpoint(*trained[spec], path), recorded_sha256(path))
+    return Input(f"checkpoint {path.name}", SOURCE_TRAINED, lambda: require_checkpoint(*trained[spec], path), recorded_sha256(path),
+                 folder=str(path.parent))
 
 # %% ../nbs/07_experiments.ipynb #e435cdea
 def attacks_path(
@@ -415,15 +417,19 @@ def missing_inputs(
     inputs:list, # of Input
 ) -> list: # of sentences, empty if all is there
     "What is missing or damaged, with its source."
-    problems = []
+    problems, gone = [], {}
     for item in inputs:
         try:
             path = item.find()
             if item.sha256 and not sha256_of(path).startswith(item.sha256):
                 problems.append(f"{item.name}: {path} differs from the file it should be (sha256 {item.sha256}); "
                                 f"get it again ({item.source})")
-        except (FileNotFoundError, ValueError) as error: problems.append(f"{item.name}: {error} (source: {item.source})")
-    return problems
+        except ValueError as error: problems.append(f"{item.name}: {error} (source: {item.source})")
+        except FileNotFoundError as error:
+            told = f"{item.name}: {error}" + f" (source: {item.source})" * (not item.published)
+            gone.setdefault(item.folder or item.name, []).append(told)
+    many = {folder: f"{told[0]}; so are {len(told) - 1} more in {folder}" for folder, told in gone.items() if len(told) > 3}
+    return problems + [sentence for folder, told in gone.items() for sentence in ([many[folder]] if folder in many else told)]
 
 # %% ../nbs/07_experiments.ipynb #926f9429
 def require_inputs(
