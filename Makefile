@@ -72,7 +72,8 @@ help:
 	@echo 'make env       only make the environment'
 	@echo 'make clean     delete the results of a preset (not the environment)'
 	@echo
-	@echo 'PRESET=quick (default), cpu, paper or smoke; ENV=.venv (default) or current; SEEDS="0 1": only these training seeds'
+	@echo 'PRESET=quick (default), cpu, paper or smoke; ENV=.venv (default) or current; SEEDS="0 1": only these training seeds;'
+	@echo 'RUNS="clean l2-1": train only these networks'
 
 # --- environment ---------------------------------------------------------------------------------------------------
 
@@ -138,7 +139,7 @@ fetch: $(READY)
 	@$(COMMAND) command("fetch", "$(PRESET)"$(CHANGES))'
 
 train: $(READY)
-	@$(COMMAND) command("train", "$(PRESET)"$(CHANGES))'
+	@$(COMMAND) command("train", "$(PRESET)"$(CHANGES), only=tuple("$(RUNS)".split()))'
 
 ship: $(READY)
 	@$(COMMAND) command("ship")'

@@ -359,22 +359,27 @@ def fetch_inputs(
 # %% ../nbs/08_runner.ipynb #e010bd31
 def train_preset(
     preset:str, # its name
+    only:tuple=(), # names of runs; empty for all
     **changes, # fields to replace, such as training_seeds
 ):
     """Train every network of a preset that isn't trained yet (`make train`), record the checksums, and attack the family.
 
-    Raises ValueError for a preset whose networks are shipped or if a checkpoint that is there has changed, and
-    FileNotFoundError without CIFAR-10."""
+    Raises ValueError for a preset whose networks are shipped, for an unknown run, or if a checkpoint that is there has
+    changed, and FileNotFoundError without CIFAR-10."""
     chosen = preset_named(preset, **changes)
     if is_shipped(chosen): raise ValueError(f"preset {preset} measures shipped networks, which are those of PRESET=cpu, seed 0: "
                                             "train these, then `make ship` copies them")
+    known = list(dict.fromkeys(c.name for c in training_runs(chosen)))
+    unknown = ", ".join(name for name in only if name not in known)
+    if unknown: raise ValueError(f"preset {preset} trains no {unknown}; it trains {', '.join(known)}")
     train_set, test_set = load_cifar10(train=True), load_cifar10(train=False)
     for folder in {checkpoint_folder(chosen, c.seed) for c in training_runs(chosen)}: require_unchanged(folder)
     for condition in training_runs(chosen):
+        if only and condition.name not in only: continue
         folder = checkpoint_folder(chosen, condition.seed)
         train(condition, train_set, test_set, folder, runs_folder(chosen, condition.seed))
         record_checksums(folder)
-    attack_family(chosen, test_set)
+    attack_family(chosen, test_set, only)
 
 def checkpoint_folder(preset:Preset, seed:int) -> Path: # its folder below data/checkpoints
     "Where the checkpoints of a training seed lie."
@@ -388,10 +393,12 @@ def runs_folder(preset:Preset, seed:int) -> Path: # its folder below data/runs
 def attack_family(
     preset:Preset, # whose table is read
     test_set:tuple, # uint8 (N, 3, 32, 32) and int64 (N,)
+    only:tuple=(), # names of runs; empty for all
 ):
     "Measure the accuracies under attack of every network of the family that hasn't been attacked yet."
     images, labels = test_set[0] / 255, test_set[1]
-    for condition in tqdm(family_members(preset).values(), "accuracies under attack", unit="network", file=sys.stderr):
+    members = [c for c in family_members(preset).values() if not only or c.name in only]
+    for condition in tqdm(members, "accuracies under attack", unit="network", file=sys.stderr):
         spec = checkpoint_spec(preset, condition.name, condition.seed)
         path = split_file_spec(spec)[0]
         if attacks_path(path).exists() and load_attacks(path): continue

@@ -188,6 +188,15 @@ def test_each_seed_has_its_folder_and_checksums(tiny_preset):
     assert spec == "file:data/checkpoints/cpu/seed-1/tiny.safetensors?arch=cifar:resnet18-4"
 
 
+def test_training_in_pieces(tiny_preset):
+    train_preset("cpu", only=("l2-1",))
+    folder = tiny_preset / "data/checkpoints/cpu"
+    found = {str(p.relative_to(folder)) for p in folder.rglob("*.*")}
+    assert found == {f"seed-{s}/l2-1.{kind}" for s in (0, 1) for kind in ("safetensors", "attacks.nc")}
+    with pytest.raises(ValueError, match="preset cpu trains no l2-3; it trains tiny, l2-0.5, l2-1"):
+        train_preset("cpu", only=("l2-1", "l2-3"))
+
+
 def test_a_changed_checkpoint_stops_the_training_of_all(tiny_preset):
     train_preset("cpu", training_seeds=(1,))
     path = tiny_preset / "data/checkpoints/cpu/seed-1/tiny-step00000.safetensors"
