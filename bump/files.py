@@ -74,9 +74,10 @@ def places(
     item:Published, # what is looked for
 ) -> list: # of Path, in order; none of them need exist
     "Where a published file may lie."
-    cached = try_to_load_from_cache(item.hub[0], item.hub[2], revision=item.hub[1]) if item.hub else None
+    repository, revision, name = item.hub or ("", "", "")
+    cached = [try_to_load_from_cache(repository, name, revision=r) for r in (revision, "main")] if item.hub else []
     folders = [*search_path(item.variable), cache_folder(), Path(get_dir()) / "checkpoints"]
-    return [*(folder / item.name for folder in folders), *([Path(cached)] if isinstance(cached, str) else [])]
+    return [*(folder / item.name for folder in folders), *(Path(c) for c in cached if isinstance(c, str))]
 
 # %% ../nbs/03_files.ipynb #10f382a1
 def how_to_get(
