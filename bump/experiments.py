@@ -471,4 +471,4 @@ def estimated_attack_seconds(
     condition:Condition, # of a finished network
 ) -> float: # on one core
     "Estimated time of measuring its accuracies under attack."
-    return 900 * (condition.width / 16)**2
+    return 1500 * (condition.width / 16)**2
