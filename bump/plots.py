@@ -442,6 +442,7 @@ def draw_linear(
             ax.plot([x + shift] * 2, [low, high], color=colour, linewidth=.8)
             ax.plot(x + shift, middle, "o", color=colour, ms=4, mfc=face or colour, mew=.8)
     ax.set_yscale("log")
+    plain_log(ax.yaxis)
     ax.set_xticks(range(len(colours)), [f"{e:g}" for e in colours], rotation=0 if len(colours) < 6 else 90)
     ax.set_xlim(-.5, len(colours) - .5)
 
