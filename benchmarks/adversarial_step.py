@@ -8,7 +8,7 @@ thread. Prints medians over the steps and their ratios; `--out` keeps the times 
     BUMP_DATA=... python benchmarks/adversarial_step.py --steps 60
 """
 import argparse
-import time
+from timeit import timeit
 
 import pandas as pd
 import torch
@@ -34,13 +34,6 @@ def learning_passes(condition: Condition, model: nn.Module, images: torch.Tensor
     cross_entropy(logits(model, images.contiguous(memory_format=torch.channels_last), condition.precision), labels).backward()
 
 
-def timed(work, *arguments) -> float:
-    """Seconds that a call takes."""
-    start = time.perf_counter()
-    work(*arguments)
-    return time.perf_counter() - start
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=60)
@@ -57,10 +50,11 @@ def main():
     for step in range(options.steps + 3):  # the first three warm up
         batch = torch.randperm(len(labels), generator=draw)[:condition.batch_size]
         x, y = images[batch].contiguous(), labels[batch]
-        rows.append({"attack_passes": timed(attack_passes, condition, model, x, y),
-                     "attack": timed(attack, model, x, y, condition.epsilon, condition.attack_steps, condition.precision),
-                     "learning_passes": timed(learning_passes, condition, model, x, y),
-                     "step": timed(train_step, condition, model, optimiser, x, y, draw)})
+        work = {"attack_passes": lambda x=x, y=y: attack_passes(condition, model, x, y),
+                "attack": lambda x=x, y=y: attack(model, x, y, condition.epsilon, condition.attack_steps, condition.precision),
+                "learning_passes": lambda x=x, y=y: learning_passes(condition, model, x, y),
+                "step": lambda x=x, y=y: train_step(condition, model, optimiser, x, y, draw)}
+        rows.append({name: timeit(call, number=1) for name, call in work.items()})
     table = pd.DataFrame(rows[3:])
     table["passes"] = table.attack_passes + table.learning_passes
     ms = 1000 * table.median()

@@ -41,7 +41,7 @@ class Published:
     "A file that others publish."
     name: str                       # under which it is looked for, and kept
     url: str                        # from which it can be downloaded; empty if it must be asked for
-    megabytes: int                  # about
+    megabytes: int                  # about; 0 where it isn't known
     sha256: str = ""                # of its bytes, hexadecimal, or the beginning of it; empty where it isn't known
     source: str = ""                # where to ask for it, if it can't be downloaded
     variable: str = "BUMP_WEIGHTS"  # environment variable with the search path
@@ -84,7 +84,7 @@ def how_to_get(
     item:Published, # a file that is missing
 ) -> str: # a sentence or two
     "What is missing, how large it is, where it comes from, and where to put it."
-    about = f"{item.megabytes} MB, " + (f"sha256 {item.sha256}" if item.sha256 else "no checksum known")
+    about = f"{item.megabytes} MB, " * bool(item.megabytes) + (f"sha256 {item.sha256}" if item.sha256 else "no checksum known")
     get = f"`make fetch` downloads it from {item.url}" if item.url else f"it is to be had from {item.source}"
     return (f"{item.name} ({about}) was not found; {get}. Without a network: put it into a folder and name that folder in "
             f"{item.variable}.")
@@ -103,21 +103,22 @@ def download(
 ) -> Path: # in the first folder of its search path, or else in the cache
     """Download a published file; it appears under its name when it is whole and verified.
 
-    Raises ConnectionError if it doesn't arrive, ValueError if something else does."""
+    Raises ConnectionError if it doesn't arrive, ValueError if something else does, and PermissionError for a folder that
+    can't be written to."""
     path = next(iter([*search_path(item.variable), cache_folder()])) / item.name
     partial = path.with_name(f".{item.name}.partial")
     path.parent.mkdir(parents=True, exist_ok=True)
     if not item.sha256: partial.unlink(missing_ok=True)
-    try:
-        with open(partial, "ab") as file:
+    with open(partial, "ab") as file:
+        try:
             if not is_whole(partial, item): http_get(item.url, file, resume_size=file.tell(), displayed_filename=item.name)
-    except Exception as error:
-        why, arrived = f"{type(error).__name__}: {error}".splitlines()[0], partial.stat().st_size
-        if not arrived: partial.unlink()
-        raise ConnectionError(f"{item.name} could not be downloaded from {item.url} ({why}); {arrived:,} bytes have arrived; "
-                              "run again to go on from there") from error
+        except Exception as error:
+            why, arrived = f"{type(error).__name__}: {error}".splitlines()[0], file.tell()
+            if not arrived: partial.unlink()
+            raise ConnectionError(f"{item.name} could not be downloaded from {item.url} ({why}); {arrived:,} bytes have arrived; run again"
+                                  + " to go on from there" * bool(item.sha256)) from error
     if not is_whole(partial, item):
-        begins = partial.read_bytes()[:60]
+        with open(partial, "rb") as file: begins = file.read(60)
         partial.unlink()
         raise ValueError(f"what {item.url} sent is not {item.name} (it begins with {begins!r}); nothing was kept")
     os.replace(partial, path)

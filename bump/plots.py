@@ -483,8 +483,7 @@ def draw_ends(
     "Response and displacement/η of single training seeds, as hairlines."
     for seed, epsilon in product(ends.training_seed.values, ends.epsilon.values):
         single = ends.sel(training_seed=seed, epsilon=epsilon)
-        median = median_profile(single)
-        axes[0].plot(median.eta, reliable_response(median), color=colours[epsilon], **THIN)
+        draw_median(axes[0], single, colours[epsilon], width=THIN["linewidth"], bare=True)
         draw_displacement(axes[1], single, colours[epsilon], bare=True)
 
 # %% ../nbs/10_plots.ipynb #acd18fdf

@@ -36,8 +36,8 @@ from .files import fetch, sha256_of
 from .images import gaussian_blur, load_cifar10, load_images
 from .response import eta_ladder, response_profile
 from .store import cached, code_hash, content_key, git_commit, load, project_root, save, versions, write_atomically
-from .training import (N_TRIAL, TRIAL_RADIUS, Condition, accuracy, attack, attack_record, augment_batch, prepare_data, recalibrate,
-                           recalibration_images, require_checkpoint, steps_per_epoch, train)
+from .training import (N_TRIAL, RESTARTS, STEPS, TRIAL_RADIUS, Condition, accuracy, attack, attack_record, augment_batch,
+                           prepare_data, recalibrate, recalibration_images, require_checkpoint, steps_per_epoch, train)
 
 # %% ../nbs/08_runner.ipynb #1ef12876
 @lru_cache(maxsize=32)
@@ -101,7 +101,7 @@ LONG_NAMES = {
     "test_accuracy": "accuracy on the CIFAR-10 test images",
     "test_accuracy_blurred": "accuracy on the CIFAR-10 test images, blurred as in training",
     "training_seed": "seed of the training run", "statistics": "of batch normalisation: running, or recalibrated on training images",
-    "robust_accuracy": "accuracy on the CIFAR-10 test images under 20 steps of L2 PGD with 3 restarts",
+    "robust_accuracy": f"accuracy on the CIFAR-10 test images under {STEPS} steps of L2 PGD with {RESTARTS} restarts",
     "radius": "L2 radius of the attack, [0, 1] pixels",
 }
 
@@ -351,9 +351,11 @@ def fetch_inputs(
 ):
     "Download what a preset lacks, then check it (`make fetch`); raises SystemExit if anything is missing."
     for item in preset_inputs(preset_named(preset, **changes)):
-        try: item.published and fetch(item.published)
-        except ConnectionError as error: print(f"- {error}"); break  # the next one would fail alike
-        except (OSError, ValueError): continue  # told by check
+        if item.published is None: continue
+        try: fetch(item.published)
+        except (OSError, ValueError) as error:
+            print(f"- {error}")
+            if isinstance(error, ConnectionError): break  # the next one would fail alike
     check(preset, **changes)
 
 # %% ../nbs/08_runner.ipynb #e010bd31
@@ -401,7 +403,9 @@ def attack_family(
     for condition in tqdm(members, "accuracies under attack", unit="network", file=sys.stderr):
         spec = checkpoint_spec(preset, condition.name, condition.seed)
         path = split_file_spec(spec)[0]
-        if attacks_path(path).exists() and load_attacks(path): continue
+        if attacks_path(path).exists():
+            load_attacks(path)  # raises if it is other weights'
+            continue
         record = attack_record(load_encoder(spec).network, images, labels)
         save(record.assign_attrs(weights_sha256=sha256_of(path), measured_at_commit=git_commit()), attacks_path(path))
 
@@ -458,12 +462,12 @@ def transfer(
     images:torch.Tensor, # (N, 3, 32, 32) in [0, 1]
     labels:torch.Tensor, # int64 (N,)
 ) -> xr.DataArray: # dims epsilon, source_epsilon
-    "Accuracy of each network on images that were attacked through another (20 steps, one start, radius TRIAL_RADIUS)."
+    "Accuracy of each network on images that were attacked through another (STEPS steps, one start, radius TRIAL_RADIUS)."
     values = np.empty((len(networks),) * 2)
     for j, source in enumerate(networks.values()):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            moved = torch.cat([attack(source, x, y, TRIAL_RADIUS, 20) for x, y in zip(images.split(250), labels.split(250))])
+            moved = torch.cat([attack(source, x, y, TRIAL_RADIUS, STEPS) for x, y in zip(images.split(250), labels.split(250))])
         values[:, j] = [accuracy(target, moved, labels) for target in networks.values()]
     return xr.DataArray(values, {"epsilon": list(networks), "source_epsilon": list(networks)}, ("epsilon", "source_epsilon"),
                         attrs={"long_name": f"accuracy on {len(images):,} images attacked through another network", "units": "1"})

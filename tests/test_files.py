@@ -2,11 +2,14 @@
 import hashlib
 import re
 import threading
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from bump.files import Published, download, fetch
+from bump.experiments import Input
+from bump.files import Published, download, fetch, find_published
+from bump.runner import fetch_inputs
 
 CONTENT = bytes(range(256)) * 4000
 SHA256 = hashlib.sha256(CONTENT).hexdigest()
@@ -100,6 +103,45 @@ def test_what_does_not_arrive_is_no_file(serve, tmp_path, path, kept):
     with pytest.raises(ConnectionError, match="net.bin could not be downloaded from http://.* bytes have arrived; run again to go on"):
         download(serve(path))
     assert [(p.name, p.stat().st_size) for p in tmp_path.iterdir()] == kept
+
+
+def test_without_a_checksum_nothing_is_promised(serve):
+    with pytest.raises(ConnectionError, match="bytes have arrived; run again$"):
+        download(serve("never-ends", ""))
+
+
+@pytest.fixture
+def preset_with(monkeypatch):
+    """A function that lets every preset read these published files and nothing else."""
+    def replaced(*items):
+        inputs = [Input(f"file {i}", item.url, lambda item=item: find_published(item), item.sha256, item) for i, item in enumerate(items)]
+        monkeypatch.setattr("bump.runner.preset_inputs", lambda preset: inputs)
+    return replaced
+
+
+def test_make_fetch_gets_what_it_can_and_says_what_it_cannot(serve, preset_with, capsys):
+    private = Published("third.bin", "", 1, source="its authors")
+    preset_with(serve("page"), replace(serve("good"), name="second.bin"), private)
+    with pytest.raises(SystemExit, match="lacks 2 inputs"):
+        fetch_inputs("quick")
+    told = capsys.readouterr().out
+    assert "sent is not net.bin" in told and "third.bin (1 MB" in told and "to be had from its authors" in told
+    assert [path for path, _ in Server.requests] == ["/page", "/good"]
+
+
+def test_make_fetch_gives_up_without_a_network(preset_with, tmp_path, monkeypatch, capsys):
+    """One attempt, not one for each file; and all of them are told."""
+    monkeypatch.setenv("BUMP_WEIGHTS", str(tmp_path))
+    tried = []
+    def refuse(url, *_, **__):
+        tried.append(url)
+        raise OSError("no route to host")
+    monkeypatch.setattr("bump.files.http_get", refuse)
+    preset_with(*(Published(f"{i}.bin", f"http://nowhere/{i}", 1, SHA256) for i in range(3)))
+    with pytest.raises(SystemExit, match="lacks 3 inputs"):
+        fetch_inputs("quick")
+    assert tried == ["http://nowhere/0"] and "0.bin could not be downloaded" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_file_in_a_folder_needs_no_network(serve, tmp_path, monkeypatch):
