@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['NARROW', 'NARROW_FAMILY', 'LITES', 'NAMED', 'NAMED_RANDOM', 'QUICK', 'SMOKE', 'CPU', 'ROBUST', 'PAPER', 'PRESETS',
-           'FIGURES', 'LITE_SHA256', 'ZIP_SHA256', 'SOURCE_TRAINED', 'SECONDS', 'TRAINING_SECONDS', 'Cell', 'Preset',
+           'FIGURES', 'LITE_SHA256', 'SOURCE_TRAINED', 'SECONDS', 'TRAINING_SECONDS', 'Cell', 'Preset',
            'controlled_conditions', 'preset_named', 'is_shipped', 'checkpoint_spec', 'run_steps', 'family_members',
            'training_runs', 'trained_networks', 'small_cell', 'figure1_cells', 'figure2_cells', 'grid_cells',
-           'figure3_cells', 'figure4_cells', 'figure5_cells', 'figure_cells', 'Input', 'recorded_sha256',
+           'figure3_cells', 'figure4_cells', 'figure5_cells', 'figure_cells', 'Input', 'lies_there', 'recorded_sha256',
            'recorded_checksums', 'encoder_input', 'attacks_path', 'load_attacks', 'attacked_checkpoints',
            'preset_inputs', 'missing_inputs', 'require_inputs', 'ladder_points', 'forward_passes', 'estimated_seconds',
            'estimated_training_seconds', 'estimated_attack_seconds']
@@ -22,7 +22,7 @@ import xarray as xr
 
 from .encoders import package_weights, published_file, split_file_spec, split_spec
 from .files import Published, find_file, find_published, sha256_of
-from .images import ZIPS, load_cifar10
+from .images import COLLECTIONS, find_images, load_cifar10
 from .response import eta_ladder
 from .store import load
 from .training import Condition, checkpoint_name, require_checkpoint, steps_per_epoch
@@ -135,6 +135,8 @@ ROBUST = {e: f"robust:resnet50_l2_eps{e:g}" for e in (0.0, .01, .03, .05, .1, .2
 
 PAPER = replace(
     CPU, name="paper", encoders={"ConvNeXt-Tiny": NAMED["ConvNeXt-Tiny"], **NAMED}, controls=NAMED_RANDOM,
+    image_sets={"ImageNet": "imagenet", "sketches": "imagenet-sketch", "ImageNet-R": "imagenet-r", "textures": "dtd",
+                "chest X-rays": "nih chest x-rays"},
     controlled=controlled_conditions(64, 50_000, 60), family=ROBUST, checkpoints="data/checkpoints/paper/seed-{seed}",
     basis={**dict.fromkeys(("1a", "1b", "2a", "5"), _sample), "2c": "photo crops and noise are this artifact's choice",
            **dict.fromkeys(("3", "4"), f"{_sample}; four of the five image sets are this artifact's choice")},
@@ -302,22 +304,24 @@ class Input:
     name: str                   # what the reader would call it
     source: str                 # where it comes from, publicly
     find: object                # function without arguments: its path, FileNotFoundError, or ValueError if it is another file
-    sha256: str = ""            # of the file, or its beginning; empty where the reader of the file checks it itself
+    sha256: str = ""            # of the file, or its beginning; empty where it isn't known, or the file's reader checks it
     published: Published = None # the same, if it can be downloaded
     folder: str = ""            # if many files lie in one, and are missed together
+
+# %% ../nbs/07_experiments.ipynb #7806de55
+def lies_there(
+    item:Input, # of a preset
+) -> bool: # also if it is another file than it should be
+    "Whether something lies where an input is looked for."
+    try: return bool(item.find())
+    except FileNotFoundError: return False
+    except ValueError: return True
 
 # %% ../nbs/07_experiments.ipynb #1fdadbc2
 LITE_SHA256 = {
     "efficientnet_lite0": "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db",
     "efficientnet_lite1": "77cc7160d37bebc1e0d68dc9e8d1e836a263e063f0825ec80d85670b2c913850",
     "efficientnet_lite2": "9656183eaeafe8cbf0cf560089305d34668787f6a26377ccbe5be192ed3f855d",
-}
-ZIP_SHA256 = {
-    "imagenet photos": "03aa94c88058b1abd0939e75046e40130ddc5c9c67391f13b5a36febf5f49b5a",
-    "dtd textures": "c52780e3e9b80e698cbf7791064c3ff3ffa5e640c3c671823a842c37975f148d",
-    "paintings": "45c9d9eb3017270d8d4712971f8e020ac3bb8cda1503e42c604e57ea3b54d640",
-    "sketches": "c2b35447986aaf36ab24b520dea9b803d84193c3047f76a995ad7a322eee8b44",
-    "chest x-rays": "50157ad66d39a709b598806678c5906db9192c7a414d03fe5bb8147f913cb336",
 }
 
 # %% ../nbs/07_experiments.ipynb #38f49763
@@ -396,8 +400,9 @@ def preset_inputs(
     inputs += [Input(f"accuracies under attack of {path.stem}", SOURCE_TRAINED, lambda path=path: load_attacks(path) and attacks_path(path))
                for path in attacked_checkpoints(preset, cells).values()]
     sets = {c.image_set for c in cells}
-    inputs += [Input(f"image set {s}", "public sources in data/README.md", lambda s=s: find_file(ZIPS[s]), ZIP_SHA256[s])
-               for s in sorted(sets & ZIPS.keys())]
+    collections = {s: COLLECTIONS[s].archive for s in sorted(sets & COLLECTIONS.keys())}
+    inputs += [Input(f"image set {s}", item.url or item.source, lambda s=s: find_images(s), item.sha256, item)
+               for s, item in collections.items()]
     if "cifar10" in sets or any(c.recalibrated for c in cells):
         source = "https://www.cs.toronto.edu/~kriz/cifar.html"
         inputs.append(Input("CIFAR-10", source, lambda: load_cifar10(train=False) and find_file("cifar-10-batches-py")))
@@ -412,7 +417,7 @@ def missing_inputs(
     for item in inputs:
         try:
             path = item.find()
-            if item.sha256 and not sha256_of(path).startswith(item.sha256):
+            if item.sha256 and path.is_file() and not sha256_of(path).startswith(item.sha256):
                 problems.append(f"{item.name}: {path} differs from the file it should be (sha256 {item.sha256}); "
                                 f"get it again ({item.source})")
         except ValueError as error: problems.append(f"{item.name}: {error} (source: {item.source})")

@@ -30,7 +30,7 @@ import bump.response
 from .encoders import Encoder, encoder_identity, load_encoder, native_size, read_checkpoint, split_file_spec
 from .experiments import (FIGURES, Cell, Preset, attacked_checkpoints, attacks_path, checkpoint_spec, estimated_attack_seconds,
                               estimated_seconds, estimated_training_seconds, family_members, figure_cells, forward_passes, is_shipped,
-                              load_attacks, missing_inputs, preset_inputs, preset_named, recorded_checksums, require_inputs, run_steps,
+                              lies_there, load_attacks, missing_inputs, preset_inputs, preset_named, recorded_checksums, require_inputs, run_steps,
                               training_runs)
 from .files import fetch, sha256_of
 from .images import gaussian_blur, load_cifar10, load_images
@@ -351,7 +351,7 @@ def fetch_inputs(
 ):
     "Download what a preset lacks, then check it (`make fetch`); raises SystemExit if anything is missing."
     for item in preset_inputs(preset_named(preset, **changes)):
-        if item.published is None: continue
+        if item.published is None or lies_there(item): continue
         try: fetch(item.published)
         except (OSError, ValueError) as error:
             print(f"- {error}")

@@ -24,7 +24,7 @@ from torchvision.datasets import CIFAR10
 import bump.encoders
 from bump.encoders import cifar_resnet18, load_encoder, save_checkpoint
 from bump.experiments import PRESETS, preset_named, require_inputs
-from bump.images import ZIPS, image_sets, load_cifar10, load_images
+from bump.images import COLLECTIONS, image_sets, load_cifar10, load_images
 from bump.response import response_profile
 from bump.store import load, save
 
@@ -315,7 +315,7 @@ def png_bomb(side):
 @pytest.fixture
 def image_zip(tmp_path, monkeypatch):
     "Writes the zip that the set `sketches` reads; returns its path."
-    path = tmp_path / "data" / ZIPS["sketches"]
+    path = tmp_path / "data" / COLLECTIONS["sketches"].archive.name
     path.parent.mkdir()
     monkeypatch.setenv("BUMP_DATA", str(path.parent))
 
@@ -376,32 +376,62 @@ def test_too_few_images(image_zip):
     refused(ValueError, [path, "2 images were asked for", "holds 1"], sketches)
 
 
-def test_zip_entry_that_climbs_out(image_zip, tmp_path):
-    entries = {"../climbed.png": png(), "/climbed.png": png(seed=1), "../../climbed.png": png(seed=2)}
-    image_zip({**entries, "index.csv": "file,class_index\n../climbed.png,0\n/climbed.png,1\n../../../passwd.png,2\n"})
+@pytest.mark.parametrize("name", ["../climbed.png", "/climbed.png", "folder/../../climbed.png"])
+def test_zip_entry_that_climbs_out(image_zip, tmp_path, name):
+    path = image_zip({"a.png": png(), "b.png": png(seed=2), name: png(seed=1)})
     before = sorted(tmp_path.parent.rglob("*"))
-    assert set(sketches().source.values) == {"../climbed.png", "/climbed.png"}
+    refused_zip(path, name, "climbs out")
     assert sorted(tmp_path.parent.rglob("*")) == before and not Path("/climbed.png").exists()
-    refused(ValueError, ["3 images were asked for", "holds 2"], sketches, 3)  # the index can't add files
+
+
+def test_an_index_cannot_add_files(image_zip):
+    image_zip({"a.png": png(), "b.png": png(seed=1), "index.csv": "file,class_index\na.png,0\nb.png,1\n../../passwd.png,2\n"})
+    assert set(sketches().source.values) == {"a.png", "b.png"}
+    refused(ValueError, ["3 images were asked for", "holds 2"], sketches, 3)
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+def test_two_files_with_one_name(image_zip):
+    path = image_zip({"a.png": png()})
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr("a.png", png(seed=1))
+    refused_zip(path, "two files named a.png")
+
+
+def test_entry_that_would_fill_the_memory(image_zip, monkeypatch):
+    monkeypatch.setattr("bump.images.LARGEST", 100_000)
+    path = image_zip({"a.png": png(), "b.png": bytes(100_001)}, zipfile.ZIP_DEFLATED)
+    assert path.stat().st_size < 100_000
+    refused(ValueError, [path, "b.png would hold 100,001 bytes"], sketches)
+
+
+def test_zip_with_a_password(image_zip):
+    path = image_zip({"a.png": png(), "b.png": png(seed=1)})
+    data = bytearray(path.read_bytes())
+    for start in (data.index(b"PK\x03\x04") + 6, data.index(b"PK\x01\x02") + 8):
+        data[start] |= 1  # the flag of an encrypted entry, in both headers of the first
+    path.write_bytes(data)
+    refused_zip(path, "encrypted")
 
 
 # --- search paths and presets ---
 
 
 @pytest.mark.parametrize("value", [None, "nowhere"])
-@pytest.mark.parametrize("name", ["cifar10", *ZIPS])
+@pytest.mark.parametrize("name", ["cifar10", *COLLECTIONS])
 def test_missing_data(name, value, tmp_path, monkeypatch):
     monkeypatch.delenv("BUMP_DATA", raising=False)
     if value:
         monkeypatch.setenv("BUMP_DATA", str(tmp_path / value))
-    looked = tmp_path / value if value else "not set"
-    words = [ZIPS.get(name, "cifar-10-batches-py"), "BUMP_DATA", looked, "name that folder in BUMP_DATA"]
+    monkeypatch.setattr("bump.files.cache_folder", lambda: tmp_path / "cache")
+    what = COLLECTIONS[name].archive.name if name in COLLECTIONS else "cifar-10-batches-py"
+    words = [what, "was not found", "name that folder in BUMP_DATA"]
     refused(FileNotFoundError, words, load_images, name, 2, 32)
 
 
 def test_a_preset_lists_everything_that_is_wrong(image_zip):
     path = image_zip({"a.png": png()})
-    absent = [file for name, file in ZIPS.items() if name != "sketches"]
+    absent = [COLLECTIONS[name].archive.name for name in PRESETS["cpu"].image_sets.values() if name != "sketches"]
     words = ["preset cpu", *absent, path, "differs from the file it should be", "sha256", "data/README.md"]
     refused(FileNotFoundError, words, require_inputs, preset_named("cpu"), [3])
 

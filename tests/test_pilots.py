@@ -11,7 +11,7 @@ from foreign import CifarResNet, Features, ResNet2B2, fill
 
 from bump.encoders import Encoder, load_encoder, package_weights
 from bump.files import find_file
-from bump.images import ZIPS, load_cifar10, load_images
+from bump.images import find_images, load_cifar10, load_images
 from bump.peaks import describe, median_profile
 from bump.response import eta_ladder, response_profile
 
@@ -95,7 +95,7 @@ def test_lite0_on_imagenet_photos():
     """1.67 @ 1.8. Single photos differ by a factor of two, so the median of the pilot's 12 has a spread of 15 % itself
     (drawn from 96 images: 1.6 to 2.15 two times in three); 48 images halve ours."""
     or_skip(package_weights, "efficientnet_lite0")
-    or_skip(find_file, ZIPS["imagenet photos"])
+    or_skip(find_images, "imagenet photos")
     encoder, photos = load_encoder("pip:efficientnet_lite0"), load_images("imagenet photos", 48, 224)
     profile = response_profile(encoder, photos, eta_ladder(1e-3, 1e2, 4), progress=False)
     assert profile.reliable.mean() > .99

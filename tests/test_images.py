@@ -1,0 +1,205 @@
+"""Image sets as they are published: folders, zips, tars and what torchvision unpacks; and image files of every kind."""
+import io
+import shutil
+import tarfile
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torchvision
+from PIL import Image
+
+from bump.experiments import PRESETS, missing_inputs, preset_inputs
+from bump.files import fetch
+from bump.images import COLLECTIONS, decode_image, find_images, load_images, sample_images
+
+# A newcomer adds a line: how the files of a public set are named in its archive; {k} is the class, {i} the image.
+LAYOUTS = {
+    "imagenet": "val/n0{k}440764/ILSVRC2012_val_000{k}{i}.JPEG",
+    "imagenet-sketch": "sketch/n0{k}440764/sketch_{k}{i}.JPEG",
+    "imagenet-r": "imagenet-r/n0{k}440764/art_{k}{i}.jpg",
+    "dtd": "dtd/images/class{k}/class{k}_00{k}{i}.jpg",
+    "nih chest x-rays": "images/0000000{k}_00{i}.png",
+}
+FLAT = {"nih chest x-rays"}  # sets without classes
+
+
+def picture(number, size=(50, 40)):
+    return Image.fromarray(np.random.default_rng(number).integers(0, 256, (*size, 3), np.uint8))
+
+
+@pytest.fixture
+def unpacked(tmp_path, monkeypatch):
+    """A function that lays a small copy of a set out as its archive has it, and returns the folder."""
+    data = tmp_path / "data"
+    data.mkdir()
+    monkeypatch.setenv("BUMP_DATA", str(data))
+    monkeypatch.setattr("bump.files.cache_folder", lambda: tmp_path / "cache")
+
+    def write(name):
+        folder = tmp_path / "unpacked"
+        for k in range(3):
+            for i in range(4):
+                path = folder / LAYOUTS[name].format(k=k, i=i)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                picture(10 * k + i).save(path)
+        (folder / "README.txt").write_text("not an image")
+        (path.parent / "._hidden.jpg").write_bytes(b"what macOS leaves behind")
+        return folder
+    return write
+
+
+def pack(folder, path):
+    """The folder as zip, tar or tar.gz, by the name of the path."""
+    kind = "zip" if path.suffix == ".zip" else "gztar" if path.suffix == ".gz" else "tar"
+    shutil.move(shutil.make_archive(str(path.with_name("packed")), kind, folder), path)
+    return path
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_public_set_is_read_as_archive_and_as_folder(name, unpacked, tmp_path):
+    folder, data = unpacked(name), tmp_path / "data"
+    path = pack(folder, data / COLLECTIONS[name].archive.name)
+    assert find_images(name) == path
+    packed = load_images(name, 6, 32)
+    assert packed.shape == (6, 3, 32, 32) and len(set(packed.sha256.values)) == 6
+    if name not in FLAT:
+        assert set(Counter(s.split("/")[0] for s in packed.source.values).values()) == {2}, "the classes take turns"
+    path.unlink()
+    inside = folder / Path(LAYOUTS[name]).parents[0 if name in FLAT else 1]
+    shutil.copytree(inside, data / COLLECTIONS[name].folder)
+    assert find_images(name) == data / COLLECTIONS[name].folder
+    assert load_images(name, 6, 32).identical(packed)
+    assert load_images(name, 6, 32, seed=1).source.values.tolist() != packed.source.values.tolist()
+    with pytest.raises(ValueError, match="13 images were asked for; the set holds 12"):
+        load_images(name, 13, 32)
+
+
+def test_every_set_of_every_preset_is_tested():
+    sets = {s for preset in PRESETS.values() for s in preset.image_sets.values()} & COLLECTIONS.keys()
+    assert sets <= {*LAYOUTS, *PRESETS["cpu"].image_sets.values()}
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS["cpu"].image_sets.values()))
+def test_the_sets_of_cpu(name):
+    """The real files, where they are: every class once before any comes twice, and the same sample each time."""
+    try:
+        path = find_images(name)
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    images = load_images(name, 8, 224)
+    assert images.shape == (8, 3, 224, 224) and len(set(images.sha256.values)) == 8 and images.std() > .05
+    _, names, classes = sample_images(path, 8, 32, 0)
+    assert names == images.source.values.tolist()
+    assert max(Counter(classes).values()) - min(Counter(classes).values()) <= 1
+
+
+def test_what_torchvision_unpacks(unpacked, tmp_path):
+    """DTD's own class finds its images in the folder that is read here, and gives the same pixels."""
+    root = tmp_path / "data" / "dtd" / "dtd"
+    shutil.copytree(unpacked("dtd") / "dtd/images", root / "images")
+    names = sorted(p.relative_to(root / "images").as_posix() for p in root.rglob("class*.jpg"))
+    (root / "labels").mkdir()
+    (root / "labels/test1.txt").write_text("\n".join(names) + "\n")
+    theirs = torchvision.datasets.DTD(tmp_path / "data", split="test", download=False)
+    ours = load_images("dtd", 12, 40)
+    for path, (image, _) in zip(theirs._image_files, theirs):
+        mine = ours.values[ours.source.values.tolist().index("/".join(path.parts[-2:]))]
+        expected = torchvision.transforms.functional.center_crop(image, [40, 40])
+        np.testing.assert_allclose(mine, np.moveaxis(np.asarray(expected), 2, 0) / 255, atol=1e-6)
+
+
+def test_order_of_the_files_does_not_matter(unpacked, tmp_path):
+    folder = unpacked("imagenet-r")
+    files = sorted(p for p in folder.rglob("*") if p.is_file())
+    samples = []
+    for order, name in ((files, "a.tar"), (files[::-1], "b.tar")):
+        with tarfile.open(tmp_path / name, "w") as archive:
+            for file in order:
+                archive.add(file, file.relative_to(folder))
+        samples.append(load_images(f"files:{tmp_path / name}", 5, 32))
+    assert samples[0].drop_attrs().identical(samples[1].drop_attrs())
+
+
+@pytest.mark.parametrize("name, keep", [("set.tar", 3000), ("set.tar.gz", 300), ("set.tar", 0)])
+def test_a_damaged_tar_is_named(name, keep, unpacked, tmp_path):
+    path = pack(unpacked("imagenet-r"), tmp_path / name)
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(ValueError, match=name):
+        load_images(f"files:{path}", 12, 32)
+
+
+def test_a_preset_says_where_to_get_a_set(monkeypatch, tmp_path):
+    monkeypatch.setenv("BUMP_DATA", str(tmp_path))
+    monkeypatch.setattr("bump.files.cache_folder", lambda: tmp_path / "cache")
+    told = "\n".join(missing_inputs(preset_inputs(PRESETS["paper"], [3])))
+    for words in ("image-net.org, after registration", "the folder val", "imagenet-r.tar (2191 MB, sha256 18c6bf49",
+                  "https://people.eecs.berkeley.edu/~hendrycks/imagenet-r.tar", "name that folder in BUMP_DATA"):
+        assert words in told
+    with pytest.raises(FileNotFoundError, match="there are no images at .*nowhere"):
+        load_images("files:nowhere", 1, 32)
+
+
+# --- kinds of image files ---
+
+
+def encoded(image, kind="PNG", **options):
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def rotated():
+    exif = Image.Exif()
+    exif[0x0112] = 6  # held on its side
+    return {"exif": exif}
+
+
+GREY = Image.fromarray(np.linspace(0, 255, 48, dtype=np.uint8).reshape(6, 8))
+DEEP = Image.fromarray(np.linspace(0, 4095, 48, dtype=np.uint16).reshape(6, 8))  # an X-ray of 12 bits
+CLEAR = Image.new("RGBA", (8, 6), (9, 9, 9, 0))
+KINDS = {  # file, what is expected in it
+    "grey": (encoded(GREY), np.asarray(GREY) / 255),
+    "16 bits": (encoded(DEEP), np.asarray(DEEP) / 65535),
+    "16 bits, TIFF": (encoded(DEEP, "TIFF"), np.asarray(DEEP) / 65535),
+    "palette": (encoded(GREY.convert("P")), np.asarray(GREY) / 255),
+    "transparent": (encoded(CLEAR), np.ones((6, 8))),
+    "black and white": (encoded(Image.new("1", (8, 6), 1)), np.ones((6, 8))),
+    "CMYK": (encoded(Image.new("CMYK", (8, 6), (0, 0, 0, 255)), "TIFF"), np.zeros((6, 8))),
+    "animated": (encoded(GREY, "WEBP", save_all=True, append_images=[Image.new("L", (8, 6))], lossless=True), np.asarray(GREY) / 255),
+    "rotated": (encoded(GREY, "PNG", **rotated()), np.rot90(np.asarray(GREY), -1) / 255),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_image_files_of_every_kind(kind):
+    data, expected = KINDS[kind]
+    image = decode_image(data, kind)
+    assert image.dtype == torch.float32
+    np.testing.assert_allclose(image.numpy(), np.broadcast_to(expected, (3, *expected.shape)), atol=1e-6)
+
+
+@pytest.mark.parametrize("image", [Image.new("F", (8, 6), .5), Image.fromarray(np.full((6, 8), 70_000, np.int32))])
+def test_numbers_of_unknown_range_are_refused(image):
+    with pytest.raises(ValueError, match="scan.tif can't be read .*no known range"):
+        decode_image(encoded(image, "TIFF"), "scan.tif")
+
+
+def test_an_image_smaller_than_the_crop_is_enlarged(tmp_path):
+    (tmp_path / "set").mkdir()
+    GREY.save(tmp_path / "set/small.png")
+    image = load_images(f"files:{tmp_path / 'set'}", 1, 64)
+    assert image.shape == (1, 3, 64, 64) and abs(float(image.mean()) - np.asarray(GREY).mean() / 255) < .02
+
+
+def test_a_fetched_archive_is_the_set(monkeypatch, unpacked, tmp_path):
+    """From the table: downloaded into BUMP_DATA under the archive's name, then read there."""
+    path = pack(unpacked("imagenet-r"), tmp_path / "source.tar")
+    item = replace(COLLECTIONS["imagenet-r"].archive, sha256="")
+    monkeypatch.setitem(COLLECTIONS, "imagenet-r", replace(COLLECTIONS["imagenet-r"], archive=item))
+    monkeypatch.setattr("bump.files.http_get", lambda url, file, **_: file.write(path.read_bytes()))
+    assert fetch(item) == tmp_path / "data/imagenet-r.tar" == find_images("imagenet-r")
+    assert load_images("imagenet-r", 3, 32).shape == (3, 3, 32, 32)
