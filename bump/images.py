@@ -6,7 +6,7 @@
 __all__ = ['SHIPPED', 'LARGEST', 'COLLECTIONS', 'resize_and_crop', 'gaussian_blur', 'decode_image', 'as_rgb', 'shipped_picture',
            'shipped_crops', 'crop_window', 'small_windows', 'load_cifar10', 'list_files', 'read_files', 'require_small',
            'image_classes', 'balanced_sample', 'short_names', 'sample_images', 'Collection', 'small_zip', 'public_set',
-           'find_images', 'image_sets', 'pick_images', 'load_images']
+           'find_images', 'image_sets', 'pick_images', 'load_images', 'class_index', 'load_labelled']
 
 # %% ../nbs/04_images.ipynb #3f13d5e5
 import csv
@@ -26,6 +26,7 @@ import numpy as np
 import torch
 import xarray as xr
 from PIL import Image, ImageOps
+from timm.data import ImageNetInfo
 from torchvision.datasets import CIFAR10
 from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms.v2 import InterpolationMode
@@ -77,8 +78,8 @@ def as_rgb(
     "Pixels of a PIL image as RGB; transparency is laid on white. Raises ValueError for numbers of unknown range."
     if picture.mode.startswith(("I", "F")):
         grey = np.asarray(picture, dtype=np.float32)
-        if picture.mode == "F" or not 0 <= grey.min() <= grey.max() <= 65535:
-            raise ValueError(f"its numbers have no known range (mode {picture.mode}, {grey.min()} to {grey.max()}); save it with 8 or 16 bits")
+        if picture.mode == "F" or not 0 <= grey.min() <= grey.max() <= 65535: raise ValueError(
+            f"its numbers have no known range (mode {picture.mode}, {grey.min()} to {grey.max()}); save it with 8 or 16 bits")
         return torch.from_numpy(grey / 65535).expand(3, -1, -1).contiguous()
     if "A" in picture.getbands() or "transparency" in picture.info:
         picture = Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture.convert("RGBA"))
@@ -258,44 +259,47 @@ def sample_images(
         raise ValueError(f"{path} is damaged, or no archive ({error}); get it again") from error
     except ValueError as error: raise ValueError(f"{path}: {error}") from error
 
-# %% ../nbs/04_images.ipynb #11eb135e
+# %% ../nbs/04_images.ipynb #dfd84337
 @dataclass(frozen=True)
 class Collection:
     "Image files that are kept together."
-    archive: Published # a zip or a tar
-    folder: str = ""   # relative to a folder of BUMP_DATA; "" if only the archive will do
+    archive: Published     # a zip or a tar
+    folder: str = ""       # relative to a folder of BUMP_DATA; "" if only the archive will do
+    labelled: bool = False # whether the classes are ImageNet's, and its networks were made for such images
 
 def small_zip(
     name:str, # of the file
     megabytes:int, # its size
     sha256:str, # of its bytes
+    **about, # further fields of the collection
 ) -> Collection:
     "One of the zips that `cpu` reads."
-    return Collection(Published(name, "", megabytes, sha256, "public sources in data/README.md", "BUMP_DATA"))
+    return Collection(Published(name, "", megabytes, sha256, "public sources in data/README.md", "BUMP_DATA"), **about)
 
 # %% ../nbs/04_images.ipynb #26864ab6
 COLLECTIONS = {
-    "imagenet photos": small_zip("imagenet_sample500.zip", 20, "03aa94c88058b1abd0939e75046e40130ddc5c9c67391f13b5a36febf5f49b5a"),
+    "imagenet photos": small_zip("imagenet_sample500.zip", 20, "03aa94c88058b1abd0939e75046e40130ddc5c9c67391f13b5a36febf5f49b5a",
+                                 labelled=True),
     "dtd textures": small_zip("textures_dtd10.zip", 7, "c52780e3e9b80e698cbf7791064c3ff3ffa5e640c3c671823a842c37975f148d"),
     "paintings": small_zip("pacs_art_painting.zip", 4, "45c9d9eb3017270d8d4712971f8e020ac3bb8cda1503e42c604e57ea3b54d640"),
     "sketches": small_zip("pacs_sketch.zip", 2, "c2b35447986aaf36ab24b520dea9b803d84193c3047f76a995ad7a322eee8b44"),
     "chest x-rays": small_zip("chestxray_nih.zip", 2, "50157ad66d39a709b598806678c5906db9192c7a414d03fe5bb8147f913cb336"),
 }
 
-# %% ../nbs/04_images.ipynb #6cb23ab9
+# %% ../nbs/04_images.ipynb #1d7c4ef4
 def public_set(
     name:str, # of the archive
     url:str, # from which it can be downloaded; "" if it must be asked for
     megabytes:int, # its size
     sha256:str="", # of its bytes, where it is known
-    folder:str="", # in which the unpacked images may lie, relative to a folder of BUMP_DATA
     source:str="", # where to ask for it
+    **about, # further fields of the collection
 ) -> Collection:
     "One of the sets that `paper` reads."
-    return Collection(Published(name, url, megabytes, sha256, source, "BUMP_DATA"), folder)
+    return Collection(Published(name, url, megabytes, sha256, source, "BUMP_DATA"), **about)
 
 COLLECTIONS.update({
-    "imagenet": public_set("imagenet_val.zip", "", 6700, folder="val", source="https://image-net.org, after registration "
+    "imagenet": public_set("imagenet_val.zip", "", 6700, folder="val", labelled=True, source="https://image-net.org, after registration "
                            "(ILSVRC2012_img_val.tar and its devkit, which torchvision.datasets.ImageNet unpacks into the folder val)"),
     "imagenet-sketch": public_set("ImageNet-Sketch.zip", "https://huggingface.co/datasets/songweig/imagenet_sketch/resolve/"
                                   "bee800b13e5902e5dc77861fce441a6986b840ca/data/ImageNet-Sketch.zip", 7600, folder="sketch"),
@@ -364,3 +368,24 @@ def load_images(
     coords = {"source": ("image", np.array(sources, dtype=str)), "sha256": ("image", [image_sha256(p) for p in pixels])}
     return xr.DataArray(pixels, dims=("image", "channel", "y", "x"), coords=coords, name="pixels",
                         attrs={"image_set": name, "size": size, "seed": seed, "blur": float(blur), "units": "1"})
+
+# %% ../nbs/04_images.ipynb #c82a4d60
+def class_index(
+    label, # a number, or a WordNet id such as n01440764
+) -> int: # 0 to 999
+    "ImageNet's index of a class. Raises ValueError for another label."
+    known = ImageNetInfo().label_names()
+    if label not in known and label not in range(len(known)): raise ValueError(f"class {label!r} is not one of ImageNet's {len(known)}")
+    return known.index(label) if label in known else label
+
+def load_labelled(
+    name:str, # a labelled set of COLLECTIONS
+    n:int, # how many images, or as many as there are
+    size:int, # side, pixels
+    seed:int=0, # of the sample
+) -> tuple: # (N, 3, size, size) float32 in [0, 1], int64 (N,)
+    "Images and the index of their class. Raises ValueError for a set without ImageNet's classes, FileNotFoundError without it."
+    if not COLLECTIONS[name].labelled: raise ValueError(f"the images of {name} don't have ImageNet's labels")
+    path = find_images(name)
+    images, _, classes = sample_images(path, min(n, len(image_classes(path))), size, seed)
+    return torch.stack(images), torch.tensor([class_index(c) for c in classes])

@@ -515,22 +515,48 @@ def _label(data):
         data[name].attrs = {"units": units, "long_name": long_name}
     return data
 
+# %% ../nbs/00_response.ipynb #f876cd04
+def _default_batch_size(encoder, images, precision):
+    "Images at a time."
+    if encoder.device.type != "cuda": return 8 if max(images.shape[2:]) >= 128 else 64
+    cuda, x = torch.cuda, images[:1].to(encoder.device, torch.float32 if precision == "float32" else torch.float64)
+    cuda.reset_peak_memory_stats(encoder.device)
+    before = cuda.memory_allocated(encoder.device)
+    encoder.tangent(x, torch.ones_like(x))
+    needed = cuda.max_memory_allocated(encoder.device) - before
+    return max(1, min(len(images), int(cuda.mem_get_info(encoder.device)[0] / 2 / needed)))
+
 # %% ../nbs/00_response.ipynb #8f6587a8
-def _batches(encode, images, directions, n_directions, seed, batch_size, n_etas, progress):
-    "One _Batch after another, with a progress bar on stderr."
-    n, d = len(images), n_directions if directions is None else directions.shape[1]
-    name = _Encoder(encode).name
-    with tqdm(desc=f"response of {name}, {n} images", total=n*(d*n_etas + 3*d + 1 + 2*_PROBES), unit="pass", mininterval=5,
+def _measure_batches(encode, images, directions, n_directions, seed, batch_size, etas, precision, progress):
+    "The number of images and all variables of one batch after another, with a progress bar on stderr."
+    n, d, start = len(images), n_directions if directions is None else directions.shape[1], 0
+    name, passes = _Encoder(encode).name, n * (d * len(etas) + 3*d + 1 + 2*_PROBES)
+    with tqdm(desc=f"response of {name}, {n} images", total=passes, unit="pass", mininterval=5,
               disable=not progress, file=sys.stderr) as bar:
         def count(passes):
             bar.total = max(bar.total, bar.n + passes)
             bar.update(passes)
         encoder = _Encoder(encode, count)
-        for start in range(0, n, batch_size):
-            part = slice(start, start + batch_size)
+        size = batch_size or _default_batch_size(encoder, images, precision)
+        while start < n:
+            part = slice(start, start + size)
             u = draw_directions(images[part], n_directions, seed) if directions is None else directions[part]
-            yield _Batch(encoder, images[part], u, seed, start)
-            bar.total = round(bar.n * n / min(start + batch_size, n))
+            measured = _measure_or_none(_Batch(encoder, images[part], u, seed, start), etas, precision, first=start == 0)
+            if measured is None: size //= 2
+            else:
+                start += size
+                yield size, measured
+                bar.total = round(bar.n * n / min(start, n))
+
+# %% ../nbs/00_response.ipynb #14f0584e
+def _measure_or_none(batch, etas, precision, first):
+    "All variables of a batch, or None if they don't fit into memory."
+    try: return _measure(batch, etas, precision, first)
+    except torch.OutOfMemoryError as error:
+        if len(batch.x) == 1: raise torch.OutOfMemoryError(
+            f"a single image {tuple(batch.x.shape)} doesn't fit through {batch.encoder.name} in the memory of {batch.x.device}: "
+            "free memory there, or measure on the CPU") from error
+    torch.cuda.empty_cache()  # outside the handler, whose error keeps what filled the memory
 
 # %% ../nbs/00_response.ipynb #ffe88626
 def response_profile(
@@ -541,7 +567,7 @@ def response_profile(
     directions=None, # (N, D, C, H, W) own directions, normalised inside; default random
     n_directions:int=1, # D, random unit directions an image
     seed:int=0, # keys the directions, together with each image's content
-    batch_size:int=None, # images at a time; default 8 from 128 pixels on, else 64
+    batch_size:int=None, # images at a time; by default 8 from 128 pixels on, else 64, and on a GPU what fits
     precision:str="auto", # "float32", "float64", or "auto": float32, float64 below the rounding floor
     progress:bool=True, # progress bar on stderr
 ) -> xr.Dataset: # dims image, direction, eta
@@ -549,21 +575,19 @@ def response_profile(
 
     Variables: displacement, step, error, reliable, in_float64 (image, direction, eta); linear (image, direction);
     response (image, eta); feature_norm, image_norm, kink (image). Coordinates along `image` are carried over.
-    Raises ValueError or TypeError, before long work, on unusable images, ladders, directions and encoders."""
+    Raises ValueError or TypeError, before long work, on unusable images, ladders, directions and encoders, and
+    torch.OutOfMemoryError if not even one image fits into memory."""
     etas = _check_request(encode, etas, precision, n_directions, batch_size)
     pixels, coords = canonical_images(images)
     if directions is not None:
         directions = _unit_directions(directions, pixels.shape)
-    batch_size = batch_size or (8 if max(pixels.shape[2:]) >= 128 else 64)
-    parts = []
     with exact_arithmetic(_Encoder(encode).device):
-        for batch in _batches(encode, pixels, directions, n_directions, seed, batch_size, len(etas), progress):
-            parts.append(_measure(batch, etas, precision, first=not parts))
+        sizes, parts = zip(*_measure_batches(encode, pixels, directions, n_directions, seed, batch_size, etas, precision, progress))
     data = {name: (dims, np.concatenate([part[name][1] for part in parts])) for name, (dims, _) in parts[0].items()}
     attrs = {"definition": "r = |f(x + eta u) - f(x)| / (eta |J u|), unclamped, the same u along the ladder",
              "seed": int(seed), "precision": precision, "kinks_checked": int(precision != "float32"),
              "directions": "isotropic Gaussian" if directions is None else "given by the caller",
-             "batch_size": batch_size, "torch_version": torch.__version__}
+             "batch_size": sizes[-1], "torch_version": torch.__version__}
     return _as_dataset(data, coords, pixels, etas, attrs)
 
 # %% ../nbs/00_response.ipynb #fb04ce6f

@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
-from .encoders import CIFAR_MEAN, CIFAR_STD, build_seeded, cifar_resnet18, read_checkpoint, save_checkpoint
+from .encoders import CIFAR_MEAN, CIFAR_STD, build_seeded, cifar_resnet18, compute_device, device_name, read_checkpoint, save_checkpoint
 from .images import gaussian_blur
 from .store import git_commit, save, versions, write_atomically
 
@@ -79,12 +79,16 @@ def augment_batch(
     flip = torch.rand(n, 1, generator=generator) < .5
     columns = torch.where(flip, torch.arange(width - 1, -1, -1), torch.arange(width)) + left
     rows = torch.arange(height) + top
-    return padded[torch.arange(n)[:, None, None], rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
+    index = torch.arange(n)[:, None, None], rows[:, :, None], columns[:, None, :]
+    return padded[tuple(i.to(images.device) for i in index)].permute(0, 3, 1, 2)
 
 # %% ../nbs/06_training.ipynb #360fbb7c
 @lru_cache
-def computes_in_bfloat16() -> bool:
-    "Whether this CPU has instructions for bfloat16."
+def computes_in_bfloat16(
+    device:str="cpu", # or "cuda"
+) -> bool:
+    "Whether the CPU, or the GPU, has instructions for bfloat16."
+    if device == "cuda": return torch.cuda.is_bf16_supported()
     return any(torch.cpu.get_capabilities().get(name) for name in ("avx512_bf16", "amx_bf16"))
 
 def logits(
@@ -93,8 +97,9 @@ def logits(
     precision:str="float32", # or "bfloat16"
 ) -> torch.Tensor: # float32 (N, 10)
     "The classifier on pixels."
-    mean, std = (torch.tensor(v).view(1, 3, 1, 1) for v in (CIFAR_MEAN, CIFAR_STD))
-    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bfloat16" and computes_in_bfloat16()):
+    mean, std = (torch.tensor(v, device=images.device).view(1, 3, 1, 1) for v in (CIFAR_MEAN, CIFAR_STD))
+    kind = images.device.type
+    with torch.autocast(kind, torch.bfloat16, enabled=precision == "bfloat16" and computes_in_bfloat16(kind)):
         return model((images - mean) / std).float()
 
 # %% ../nbs/06_training.ipynb #908db580
@@ -200,8 +205,9 @@ def made_by(
 
 def arithmetic() -> dict: # strings and numbers
     "What, beside condition and images, decides the last bit of a run."
-    return {"torch": versions()["torch"], "robustness": versions()["robustness"], "threads": torch.get_num_threads(),
-            "cpu_capability": torch.backends.cpu.get_cpu_capability(), "bfloat16": "native" if computes_in_bfloat16() else "none"}
+    libraries, kind = {name: versions()[name] for name in ("torch", "robustness")}, compute_device().type
+    where = {"device": device_name()} if kind == "cuda" else {"cpu_capability": torch.backends.cpu.get_cpu_capability()}
+    return {**libraries, "threads": torch.get_num_threads(), **where, "bfloat16": "native" if computes_in_bfloat16(kind) else "none"}
 
 # %% ../nbs/06_training.ipynb #dbee6632
 def load_state(
@@ -211,7 +217,7 @@ def load_state(
     "The state of a stopped run. Raises ValueError for a damaged one or one of another run."
     if not path.exists(): return None
     try:
-        state = torch.load(path, weights_only=True)
+        state = torch.load(path, map_location="cpu", weights_only=True)
         began, _, _ = state["made_by"], state["epoch"], state["curve"]
     except Exception as error:
         raise ValueError(f"{path} is damaged ({type(error).__name__}: {error}); delete it to start the run afresh") from error
@@ -285,7 +291,7 @@ def start_run(
 ) -> tuple: # model, optimiser, schedule
     "A fresh network with its optimiser."
     model = build_seeded(lambda: cifar_resnet18(condition.width), condition.seed).requires_grad_(True)
-    model = model.to(memory_format=torch.channels_last)
+    model = model.to(compute_device(), memory_format=torch.channels_last)
     optimiser = torch.optim.SGD(model.parameters(), lr=condition.peak_lr, momentum=.9, nesterov=True,
                                 weight_decay=condition.weight_decay)
     total = condition.epochs * steps_per_epoch(condition)
@@ -381,7 +387,8 @@ def run_epochs(
     state_path:Path, # of the working state
 ) -> dict: # the state at the end
     "Train from a state to the end, keeping checkpoints and states."
-    test, wanted, total = (test_set[0] / 255, test_set[1]), checkpoint_steps(condition), condition.epochs * steps_per_epoch(condition)
+    data, test = ([part.to(compute_device()) for part in parts] for parts in (data, (test_set[0] / 255, test_set[1])))
+    wanted, total = checkpoint_steps(condition), condition.epochs * steps_per_epoch(condition)
     parts = dict(zip(("model", "optimiser", "schedule"), start_run(condition)))
     for name, part in parts.items():
         if name in state: part.load_state_dict(state[name])

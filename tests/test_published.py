@@ -10,7 +10,8 @@ from bump.files import sha256_of
 
 # A newcomer adds a line: an encoder of timm or torchvision with a tag.
 ENCODERS = ["timm:resnet50.tv_in1k", "timm:convnext_tiny.fb_in1k", "timm:vit_small_patch16_224.augreg_in1k",
-            "timm:swin_tiny_patch4_window7_224.ms_in1k", "torchvision:resnet50.IMAGENET1K_V1", "torchvision:convnext_tiny.IMAGENET1K_V1"]
+            "timm:swin_tiny_patch4_window7_224.ms_in1k", "torchvision:resnet50.IMAGENET1K_V1", "torchvision:convnext_tiny.IMAGENET1K_V1",
+            "timm:vit_small_patch14_dinov2.lvd142m", "timm:vit_base_patch32_clip_quickgelu_224.openai"]
 
 
 def other_model(spec: str) -> torch.nn.Module:
@@ -21,11 +22,30 @@ def other_model(spec: str) -> torch.nn.Module:
     return build_seeded(lambda: torchvision.models.get_model(name.partition(".")[0], weights=None), 11)
 
 
+PARTS = [("patch_embed.proj", "conv1"), ("norm_pre", "ln_pre"), ("blocks.", "transformer.resblocks."), ("attn.proj", "attn.out_proj"),
+         ("attn.qkv.", "attn.in_proj_"), ("mlp.fc1", "mlp.c_fc"), ("mlp.fc2", "mlp.c_proj"), (".norm", ".ln_")]
+WHOLE = {"norm.weight": "ln_post.weight", "norm.bias": "ln_post.bias", "cls_token": "class_embedding",
+         "pos_embed": "positional_embedding", "head.weight": "proj"}
+SHAPES = {"cls_token": lambda t: t[0, 0], "pos_embed": lambda t: t[0], "head.weight": lambda t: t.T}
+
+
+def open_clip(tensors: dict) -> dict:
+    """timm's CLIP image tower as OpenAI named it, beside a word of the text tower."""
+    named = {"token_embedding.weight": torch.zeros(3, 2), "logit_scale": torch.zeros(())}
+    for name in tensors.keys() - {"head.bias"}:
+        theirs = WHOLE.get(name, name)
+        for ours, part in PARTS:
+            theirs = theirs.replace(ours, part)
+        named[f"visual.{theirs}"] = SHAPES.get(name, lambda t: t)(tensors[name])
+    return named
+
+
 def write(model: torch.nn.Module, path):
     """As the library publishes it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".safetensors":
-        save_file({name: t.contiguous() for name, t in model.state_dict().items()}, path)
+        tensors = open_clip(model.state_dict()) if "clip" in path.name else model.state_dict()
+        save_file({name: t.contiguous() for name, t in tensors.items()}, path)
     else:
         torch.save(model.state_dict(), path)
 
@@ -33,7 +53,7 @@ def write(model: torch.nn.Module, path):
 @pytest.fixture
 def unpinned(monkeypatch):
     """What is made here has other checksums than what is published."""
-    monkeypatch.setattr("bump.encoders.HUB_PINS", {name: (revision, size, "") for name, (revision, size, _) in HUB_PINS.items()})
+    monkeypatch.setattr("bump.encoders.HUB_PINS", {name: pin._replace(sha256="") for name, pin in HUB_PINS.items()})
     monkeypatch.setattr("bump.encoders.require_whole", lambda path, item: path)
 
 
