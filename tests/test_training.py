@@ -144,7 +144,7 @@ def test_killed_and_started_again_gives_the_same_bits(finished, tmp_path):
 @pytest.mark.parametrize("native", [True, False])
 def test_bfloat16_only_where_the_cpu_has_it(native, monkeypatch):
     """Emulated, it would take ten times as long as float32; the two must not be taken for the same arithmetic."""
-    monkeypatch.setattr(bump.training, "computes_in_bfloat16", lambda: native)
+    monkeypatch.setattr(bump.training, "computes_in_bfloat16", lambda device="cpu": native)
     network, images = build_seeded(lambda: cifar_resnet18(4), 0), load_images("noise", 2, 32).values
     half, full = (bump.training.logits(network, torch.from_numpy(images), precision) for precision in ("bfloat16", "float32"))
     assert torch.equal(half, full) != native
