@@ -11,24 +11,11 @@ import pytest
 import torch
 import torchvision
 from PIL import Image
+from published import FLAT, LAYOUTS, pack, unpack
 
 from bump.experiments import PRESETS, missing_inputs, preset_inputs
 from bump.files import fetch
 from bump.images import COLLECTIONS, decode_image, find_images, load_images, sample_images
-
-# A newcomer adds a line: how the files of a public set are named in its archive; {k} is the class, {i} the image.
-LAYOUTS = {
-    "imagenet": "val/n0{k}440764/ILSVRC2012_val_000{k}{i}.JPEG",
-    "imagenet-sketch": "sketch/n0{k}440764/sketch_{k}{i}.JPEG",
-    "imagenet-r": "imagenet-r/n0{k}440764/art_{k}{i}.jpg",
-    "dtd": "dtd/images/class{k}/class{k}_00{k}{i}.jpg",
-    "nih chest x-rays": "images/0000000{k}_00{i}.png",
-}
-FLAT = {"nih chest x-rays"}  # sets without classes
-
-
-def picture(number, size=(50, 40)):
-    return Image.fromarray(np.random.default_rng(number).integers(0, 256, (*size, 3), np.uint8))
 
 
 @pytest.fixture
@@ -39,24 +26,7 @@ def unpacked(tmp_path, monkeypatch):
     monkeypatch.setenv("BUMP_DATA", str(data))
     monkeypatch.setattr("bump.files.cache_folder", lambda: tmp_path / "cache")
 
-    def write(name):
-        folder = tmp_path / "unpacked"
-        for k in range(3):
-            for i in range(4):
-                path = folder / LAYOUTS[name].format(k=k, i=i)
-                path.parent.mkdir(parents=True, exist_ok=True)
-                picture(10 * k + i).save(path)
-        (folder / "README.txt").write_text("not an image")
-        (path.parent / "._hidden.jpg").write_bytes(b"what macOS leaves behind")
-        return folder
-    return write
-
-
-def pack(folder, path):
-    """The folder as zip, tar or tar.gz, by the name of the path."""
-    kind = "zip" if path.suffix == ".zip" else "gztar" if path.suffix == ".gz" else "tar"
-    shutil.move(shutil.make_archive(str(path.with_name("packed")), kind, folder), path)
-    return path
+    return lambda name: unpack(name, tmp_path / "unpacked")
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -101,7 +71,7 @@ def test_what_torchvision_unpacks(unpacked, tmp_path):
     """DTD's own class finds its images in the folder that is read here, and gives the same pixels."""
     root = tmp_path / "data" / "dtd" / "dtd"
     shutil.copytree(unpacked("dtd") / "dtd/images", root / "images")
-    names = sorted(p.relative_to(root / "images").as_posix() for p in root.rglob("class*.jpg"))
+    names = sorted(p.relative_to(root / "images").as_posix() for p in root.rglob("*.jpg") if p.name[0] != ".")
     (root / "labels").mkdir()
     (root / "labels/test1.txt").write_text("\n".join(names) + "\n")
     theirs = torchvision.datasets.DTD(tmp_path / "data", split="test", download=False)

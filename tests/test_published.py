@@ -1,53 +1,15 @@
 """Weights that timm and torchvision publish: found in a folder or a cache, read as data only, put into the right place."""
 import pytest
-import timm
 import torch
-import torchvision
-from safetensors.torch import save_file
+from published import other_model, write
 
-from bump.encoders import HUB_PINS, build_seeded, encoder_identity, load_encoder, published_file
+from bump.encoders import HUB_PINS, encoder_identity, load_encoder, published_file
 from bump.files import sha256_of
 
 # A newcomer adds a line: an encoder of timm or torchvision with a tag.
 ENCODERS = ["timm:resnet50.tv_in1k", "timm:convnext_tiny.fb_in1k", "timm:vit_small_patch16_224.augreg_in1k",
             "timm:swin_tiny_patch4_window7_224.ms_in1k", "torchvision:resnet50.IMAGENET1K_V1", "torchvision:convnext_tiny.IMAGENET1K_V1",
             "timm:vit_small_patch14_dinov2.lvd142m", "timm:vit_base_patch32_clip_quickgelu_224.openai"]
-
-
-def other_model(spec: str) -> torch.nn.Module:
-    """The library's model, with weights that `bump` has never seen."""
-    source, _, name = spec.partition(":")
-    if source == "timm":
-        return build_seeded(lambda: timm.create_model(name, pretrained=False), 11)
-    return build_seeded(lambda: torchvision.models.get_model(name.partition(".")[0], weights=None), 11)
-
-
-PARTS = [("patch_embed.proj", "conv1"), ("norm_pre", "ln_pre"), ("blocks.", "transformer.resblocks."), ("attn.proj", "attn.out_proj"),
-         ("attn.qkv.", "attn.in_proj_"), ("mlp.fc1", "mlp.c_fc"), ("mlp.fc2", "mlp.c_proj"), (".norm", ".ln_")]
-WHOLE = {"norm.weight": "ln_post.weight", "norm.bias": "ln_post.bias", "cls_token": "class_embedding",
-         "pos_embed": "positional_embedding", "head.weight": "proj"}
-SHAPES = {"cls_token": lambda t: t[0, 0], "pos_embed": lambda t: t[0], "head.weight": lambda t: t.T}
-
-
-def open_clip(tensors: dict) -> dict:
-    """timm's CLIP image tower as OpenAI named it, beside a word of the text tower."""
-    named = {"token_embedding.weight": torch.zeros(3, 2), "logit_scale": torch.zeros(())}
-    for name in tensors.keys() - {"head.bias"}:
-        theirs = WHOLE.get(name, name)
-        for ours, part in PARTS:
-            theirs = theirs.replace(ours, part)
-        named[f"visual.{theirs}"] = SHAPES.get(name, lambda t: t)(tensors[name])
-    return named
-
-
-def write(model: torch.nn.Module, path):
-    """As the library publishes it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".safetensors":
-        tensors = open_clip(model.state_dict()) if "clip" in path.name else model.state_dict()
-        save_file({name: t.contiguous() for name, t in tensors.items()}, path)
-    else:
-        torch.save(model.state_dict(), path)
 
 
 @pytest.fixture
