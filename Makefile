@@ -160,7 +160,7 @@ lab: $(READY)
 # --- tests ---------------------------------------------------------------------------------------------------------
 
 test: $(READY)
-	$(PY) -m ruff check bump tests benchmarks
+	$(PY) -m ruff check bump tests benchmarks data/recipe
 	$(PY) tests/notebooks_in_step.py
 	OMP_NUM_THREADS=1 $(BIN)nbdev_test --n_workers 2
 	$(PY) -m pytest -q -rs tests
