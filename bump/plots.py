@@ -45,7 +45,8 @@ STYLE = {
 
 # %% ../nbs/10_plots.ipynb #aa5b14ff
 ENCODER_COLOURS = {"ResNet-50": "#0072B2", "ConvNeXt-Tiny": "#D55E00", "ViT-S/16": "#009E73",
-                   "EfficientNet-Lite0": "#CC79A7", "EfficientNet-Lite1": "#E69F00", "EfficientNet-Lite2": "#56B4E9"}
+                   "EfficientNet-Lite0": "#CC79A7", "EfficientNet-Lite1": "#E69F00", "EfficientNet-Lite2": "#56B4E9",
+                   "Swin-T": "#CC79A7", "DINOv2 ViT-S/14": "#E69F00", "CLIP ViT-B/32": "#56B4E9"}
 CONDITION_COLOURS = {"true labels": "#0072B2", "random labels": "#D55E00", "random data": "#009E73"}
 INK, QUIET = "#222222", "#8a8a8a"
 
@@ -54,11 +55,13 @@ def encoder_colours(
 ) -> dict: # name -> colour
     "Colours of encoders, the same in every figure."
     names = [str(name) for name in names]
-    free = iter([c for name, c in ENCODER_COLOURS.items() if name not in names] + [INK] * len(names))
+    taken = {ENCODER_COLOURS.get(name) for name in names}
+    free = iter([c for c in dict.fromkeys(ENCODER_COLOURS.values()) if c not in taken] + [INK] * len(names))
     return {name: ENCODER_COLOURS[name] if name in ENCODER_COLOURS else next(free) for name in names}
 
 # %% ../nbs/10_plots.ipynb #30c0e2a7
 SPEC_WORDS = {"resnet50": "ResNet-50", "convnext_tiny": "ConvNeXt-Tiny", "vit_small_patch16": "ViT-S/16",
+              "swin_tiny": "Swin-T", "vit_small_patch14_dinov2": "DINOv2 ViT-S/14", "vit_base_patch32_clip": "CLIP ViT-B/32",
               **{f"efficientnet_lite{i}": f"EfficientNet-Lite{i}" for i in range(3)}}
 
 def encoder_name(
@@ -398,7 +401,7 @@ def tell_course(
     marks = [Line2D([], [], color=QUIET, linestyle="", marker="o", ms=2.5, mfc=words[s][1], label=words[s][0])
              for s in profiles.statistics.values]
     cross = Line2D([], [], color=QUIET, linestyle="", marker="x", ms=3, label="no bump")
-    legend = axes[1].legend(handles=[*marks, cross], title="course of training (c)", loc="lower right", bbox_to_anchor=(-.3, -.35))
+    legend = axes[1].legend(handles=[*marks, cross], title="course of training (c)", loc="lower right", bbox_to_anchor=(-.3, -.75))
     legend.get_title().set_fontsize(6.5)
     legend.set_in_layout(False)  # it hangs in the free corner to the left
 

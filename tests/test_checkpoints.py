@@ -7,13 +7,14 @@ import pytest
 import torch
 
 from bump.encoders import load_encoder, read_checkpoint, split_file_spec
-from bump.experiments import QUICK, checkpoint_spec, load_attacks, recorded_sha256, training_runs
+from bump.experiments import CPU, QUICK, checkpoint_spec, family_members, load_attacks, recorded_sha256, training_runs
 from bump.files import sha256_of
 from bump.images import load_cifar10, load_images
 from bump.peaks import describe, median_profile
 from bump.response import eta_ladder, response_profile
-from bump.runner import checkpoint_folder, shipped_names
-from bump.training import TRIAL_RADIUS, accuracy, robust_accuracy
+from bump.runner import checkpoint_folder, runs_folder, shipped_names
+from bump.store import load
+from bump.training import TRIAL_RADIUS, accuracy, require_checkpoint, robust_accuracy, steps_per_epoch
 
 FOLDER = checkpoint_folder(QUICK, 0)
 CONDITIONS = {c.name: c for c in training_runs(QUICK)}
@@ -44,6 +45,23 @@ def test_recorded_checksum(path):
 def test_exactly_the_networks_that_are_measured():
     assert {p.stem for p in FOLDER.glob("*.safetensors")} == set(shipped_names())
     assert sum(p.stat().st_size for p in FOLDER.glob("*.safetensors")) < 30e6
+
+
+def test_the_family_of_cpu_lies_where_make_train_puts_it():
+    """Each member but ε = 0 with its accuracies under attack and its training curve, so that `make train` has nothing to do."""
+    shipped = 0
+    for condition in family_members(CPU).values():
+        path = checkpoint_folder(CPU, condition.seed) / f"{condition.name}.safetensors"
+        if not condition.epsilon or not path.exists():
+            continue
+        shipped += 1
+        require_checkpoint(condition, condition.epochs * steps_per_epoch(condition), path)
+        assert load_attacks(path).robust_accuracy.sel(radius=0) == pytest.approx(read_checkpoint(path)[1]["test_accuracy"], abs=.002)
+        curve = load(runs_folder(CPU, condition.seed) / f"{condition.name}.nc")
+        assert json.loads(curve.condition) == read_checkpoint(path)[1]["condition"] and curve.sizes["epoch"] == condition.epochs
+        if condition.seed == 0 and condition.name in CONDITIONS:
+            assert sha256_of(path) == sha256_of(FOLDER / path.name)
+    assert shipped >= 2
 
 
 def test_floors():
