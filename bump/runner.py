@@ -7,8 +7,8 @@ __all__ = ['ACCURACIES', 'LONG_NAMES', 'N_LABELLED', 'MARGIN', 'GPU_SPEEDUP', 'B
            'images_of', 'cell_parts', 'encoder_coordinates', 'describe_coordinates', 'cell_encoder', 'training_images',
            'labelled_images', 'require_top1', 'top1', 'top1_coordinates', 'measure_cell', 'is_measured', 'stack',
            'results_folder', 'figure_path', 'output_path', 'run_attributes', 'training_seeds_of', 'robust_coordinates',
-           'measure_panels', 'display_name', 'compact', 'measure', 'plan', 'disk', 'show_plan', 'check', 'fetch_inputs',
-           'train_preset', 'checkpoint_folder', 'runs_folder', 'attack_family', 'shipped_names', 'ship',
+           'measure_panels', 'display_name', 'compact', 'measure', 'plan', 'disk', 'checkpoint_folder', 'runs_folder',
+           'show_plan', 'check', 'fetch_inputs', 'train_preset', 'attack_family', 'shipped_names', 'ship',
            'training_record', 'transfer', 'robustness_record', 'save_records', 'require_unchanged', 'record_checksums',
            'command']
 
@@ -390,6 +390,15 @@ def disk(
     others = f"{len(items)} files of others, {gigabytes(items):.2f} GB, of which {len(lacking)} ({gigabytes(lacking):.2f} GB) are lacking; "
     return f"disk: {others * bool(items)}results, about {points * BYTES_A_POINT / 1e6:.0f} MB"
 
+# %% ../nbs/08_runner.ipynb #064f569a
+def checkpoint_folder(preset:Preset, seed:int) -> Path: # its folder below data/checkpoints
+    "Where the checkpoints of a training seed lie."
+    return project_root() / preset.checkpoints.format(seed=seed)
+
+def runs_folder(preset:Preset, seed:int) -> Path: # its folder below data/runs
+    "Where the working states and training curves of a training seed lie."
+    return project_root() / "data" / "runs" / preset.name / f"seed-{seed}"
+
 # %% ../nbs/08_runner.ipynb #a23f306e
 def show_plan(
     preset:str, # its name
@@ -398,14 +407,18 @@ def show_plan(
     "Print the plan of a preset (`make list`)."
     chosen = preset_named(preset, **changes)
     table, runs = plan(chosen), [] if is_shipped(chosen) else training_runs(chosen)
-    training = sum(map(estimated_training_seconds, runs)) / 3600
-    attacks = sum(map(estimated_attack_seconds, family_members(chosen).values())) / 3600
-    if runs: print(f"networks to be trained first (`make train`): {len(runs)}, about {training:.1f} hours on one core, and "
-                   f"{attacks:.1f} hours for the accuracies of the adversarial family under attack")
-    minutes = table["minutes"].sum()
+    path = lambda c: checkpoint_folder(chosen, c.seed) / f"{c.name}.safetensors"
+    lacking = [c for c in runs if not path(c).exists()]
+    training = sum(map(estimated_training_seconds, lacking)) / 3600
+    attacks = sum(estimated_attack_seconds(c) for c in family_members(chosen).values() if not attacks_path(path(c)).exists()) / 3600
+    if lacking: print(f"networks to be trained first (`make train`): {len(lacking)} of {len(runs)}, about {training:.1f} hours on one core, "
+                      f"and {attacks:.1f} for the accuracies of the adversarial family under attack")
+    minutes = float(table["minutes"].sum())
     print(f"preset {preset}: estimated for two cores of a current x86 server\n{table}\n"
-          f"in all: {table['of them new'].sum()} cells, {table['forward passes'].sum()} forward passes, about {minutes:.0f} minutes"
-          + f"; on a data-centre GPU perhaps {minutes / GPU_SPEEDUP:.0f} (never timed)" * (minutes > 2 * GPU_SPEEDUP) + f"\n{disk(chosen)}")
+          f"in all: {table['of them new'].sum()} cells, {table['forward passes'].sum()} forward passes, about {minutes:.0f} minutes")
+    if minutes > 2 * GPU_SPEEDUP: print(f"on a data-centre GPU perhaps {30 * training / GPU_SPEEDUP:.0f} minutes of training and "
+                                        f"{minutes / GPU_SPEEDUP:.0f} of measuring (never timed)")
+    print(disk(chosen))
 
 # %% ../nbs/08_runner.ipynb #e3d98503
 def check(
@@ -456,14 +469,6 @@ def train_preset(
         train(condition, train_set, test_set, folder, runs_folder(chosen, condition.seed))
         record_checksums(folder)
     attack_family(chosen, test_set, only)
-
-def checkpoint_folder(preset:Preset, seed:int) -> Path: # its folder below data/checkpoints
-    "Where the checkpoints of a training seed lie."
-    return project_root() / preset.checkpoints.format(seed=seed)
-
-def runs_folder(preset:Preset, seed:int) -> Path: # its folder below data/runs
-    "Where the working states and training curves of a training seed lie."
-    return project_root() / "data" / "runs" / preset.name / f"seed-{seed}"
 
 # %% ../nbs/08_runner.ipynb #722d1f4b
 def attack_family(
