@@ -411,7 +411,7 @@ def show_plan(
     lacking = [c for c in runs if not path(c).exists()]
     training = sum(map(estimated_training_seconds, lacking)) / 3600
     attacks = sum(estimated_attack_seconds(c) for c in family_members(chosen).values() if not attacks_path(path(c)).exists()) / 3600
-    if lacking: print(f"networks to be trained first (`make train`): {len(lacking)} of {len(runs)}, about {training:.1f} hours on one core, "
+    if lacking: print(f"networks to be trained (`make train`): {len(lacking)} of {len(runs)}, about {training:.1f} hours on one core, "
                       f"and {attacks:.1f} for the accuracies of the adversarial family under attack")
     minutes = float(table["minutes"].sum())
     print(f"preset {preset}: estimated for two cores of a current x86 server\n{table}\n"
