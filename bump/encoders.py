@@ -362,12 +362,16 @@ class HubFile(NamedTuple):
 HUB_PINS = {  # timm's name -> where its weights lie
     "resnet50.tv_in1k": HubFile("aa6c2d36d56bc0209040c02b5a7b7d7bf11d57b8", 102,
                                 "5d061a3c593d795bfe682d9b152bafbcf550579873492def3515b46db1189888"),
-    "convnext_tiny.fb_in1k": HubFile("main", 114),
-    "vit_small_patch16_224.augreg_in1k": HubFile("9f817e4a98515abc212f00cd836b960c556029d8", 88),
-    "swin_tiny_patch4_window7_224.ms_in1k": HubFile("64979f791ac382a813948ddbe4244b09081c1816", 114),
-    "vit_small_patch14_dinov2.lvd142m": HubFile("cace07adb9220de26eb51226ecbef6d04d35defe", 88),
-    "vit_base_patch32_clip_quickgelu_224.openai": HubFile("ab5b8ef490e86faa07d3523926b842c765de1de5", 605,
-                                                          file="open_clip_model.safetensors"),
+    "convnext_tiny.fb_in1k": HubFile("b43a6303c9fcf176d2d707478a128c2c91e93528", 114,
+                                     "08b9dc9c3a3a29421de7996761e176501896d1ae7fc3085cf56a643772329276"),
+    "vit_small_patch16_224.augreg_in1k": HubFile("9f817e4a98515abc212f00cd836b960c556029d8", 88,
+                                                 "c20a91d93f4757b0f581519f21ad91a875cf041764873a7a5bccc8e36f360dbf"),
+    "swin_tiny_patch4_window7_224.ms_in1k": HubFile("4cc3a7275b50b53a7bec45f32c236ebe64227cff", 114,
+                                                    "fb01861f793143135fa0d6cd97b1631e4b33eaa3ee162bbea9e62de1c76ebac1"),
+    "vit_small_patch14_dinov2.lvd142m": HubFile("4610ca143709d58a633b6397a74412c2c3842454", 88,
+                                                "04d27f3400d059fc0cfd7d17dd1909a75bf3ea8fb3eeb48b97cb99e57ee20081"),
+    "vit_base_patch32_clip_quickgelu_224.openai": HubFile("a6f597a30f7b82c51704746581f9a4e41421e878", 605,
+        "e6d1bd7789aa45192b3bf90570a789b478bae1b74ebcce7eddd908e83a2b7c31", "open_clip_model.safetensors"),
 }
 
 def published_file(

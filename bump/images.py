@@ -302,13 +302,14 @@ COLLECTIONS.update({
     "imagenet": public_set("imagenet_val.zip", "", 6700, folder="val", labelled=True, source="https://image-net.org, after registration "
                            "(ILSVRC2012_img_val.tar and its devkit, which torchvision.datasets.ImageNet unpacks into the folder val)"),
     "imagenet-sketch": public_set("ImageNet-Sketch.zip", "https://huggingface.co/datasets/songweig/imagenet_sketch/resolve/"
-                                  "bee800b13e5902e5dc77861fce441a6986b840ca/data/ImageNet-Sketch.zip", 7600, folder="sketch"),
+                                  "bee800b13e5902e5dc77861fce441a6986b840ca/data/ImageNet-Sketch.zip", 7594,
+                                  "4d3ce6b82a7c48aabf14aeac105eb533e75707f152cc858f55bfc022031a72ed", folder="sketch"),
     "imagenet-r": public_set("imagenet-r.tar", "https://people.eecs.berkeley.edu/~hendrycks/imagenet-r.tar", 2191,
                              "18c6bf493b39a0d975d48e587437f562caab9c52ae6327dcfa9dd8eb54aa1b52", folder="imagenet-r"),
     "dtd": public_set("dtd-r1.0.1.tar.gz", "https://www.robots.ox.ac.uk/~vgg/data/dtd/download/dtd-r1.0.1.tar.gz", 625,
                       "e42855a52a4950a3b59612834602aa253914755c95b0cff9ead6d07395f8e205", folder="dtd/dtd/images"),
     "nih chest x-rays": public_set("images_001.tar.gz", "https://nihcc.box.com/shared/static/vfk49d74nhbxq3nqjg0900w5nvkorp5c.gz",
-                                   2000, folder="images_001"),
+                                   2008, folder="images_001"),
 })
 
 # %% ../nbs/04_images.ipynb #7579465e
