@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bump.encoders import load_encoder, read_checkpoint, split_file_spec
-from bump.experiments import CPU, QUICK, checkpoint_spec, family_members, load_attacks, recorded_sha256, training_runs
+from bump.experiments import CPU, QUICK, attacks_path, checkpoint_spec, family_members, load_attacks, recorded_sha256, training_runs
 from bump.files import sha256_of
 from bump.images import load_cifar10, load_images
 from bump.peaks import describe, median_profile
@@ -48,7 +48,7 @@ def test_exactly_the_networks_that_are_measured():
 
 
 def test_the_family_of_cpu_lies_where_make_train_puts_it():
-    """Each member but ε = 0 with its accuracies under attack and its training curve, so that `make train` has nothing to do."""
+    """Each member but ε = 0 with its training curve, so that `make train` trains none again, and with its accuracies under attack."""
     shipped = 0
     for condition in family_members(CPU).values():
         path = checkpoint_folder(CPU, condition.seed) / f"{condition.name}.safetensors"
@@ -56,12 +56,13 @@ def test_the_family_of_cpu_lies_where_make_train_puts_it():
             continue
         shipped += 1
         require_checkpoint(condition, condition.epochs * steps_per_epoch(condition), path)
-        assert load_attacks(path).robust_accuracy.sel(radius=0) == pytest.approx(read_checkpoint(path)[1]["test_accuracy"], abs=.002)
+        if attacks_path(path).exists():
+            assert load_attacks(path).robust_accuracy.sel(radius=0) == pytest.approx(read_checkpoint(path)[1]["test_accuracy"], abs=.002)
         curve = load(runs_folder(CPU, condition.seed) / f"{condition.name}.nc")
         assert json.loads(curve.condition) == read_checkpoint(path)[1]["condition"] and curve.sizes["epoch"] == condition.epochs
         if condition.seed == 0 and condition.name in CONDITIONS:
             assert sha256_of(path) == sha256_of(FOLDER / path.name)
-    assert shipped >= 2
+    assert shipped >= 4
 
 
 def test_floors():
