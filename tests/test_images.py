@@ -144,6 +144,18 @@ KINDS = {  # file, what is expected in it
 }
 
 
+def test_no_program_is_started_for_an_image(tmp_path, monkeypatch):
+    """PostScript in a file that is called an image would be run by Ghostscript."""
+    program = tmp_path / "gs"
+    program.write_text(f"#!/bin/sh\ntouch {tmp_path}/started\nexit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    data = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n%%EOF\n"
+    with pytest.raises(ValueError, match="a.png can't be read as an image"):
+        decode_image(data, "a.png")
+    assert not (tmp_path / "started").exists()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_image_files_of_every_kind(kind):
     data, expected = KINDS[kind]
