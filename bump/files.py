@@ -22,7 +22,7 @@ def search_path(
     variable:str, # environment variable
 ) -> list: # of Path, in order
     "The folders of a search path."
-    return [Path(f).expanduser() for f in os.environ.get(variable, "").split(os.pathsep) if f]
+    return [Path(os.path.expanduser(f)) for f in os.environ.get(variable, "").split(os.pathsep) if f]
 
 def find_file(
     name:str, # file or folder, relative to a folder of the search path

@@ -15,7 +15,7 @@ from published import FLAT, LAYOUTS, pack, unpack
 
 from bump.experiments import PRESETS, missing_inputs, preset_inputs
 from bump.files import fetch
-from bump.images import COLLECTIONS, decode_image, find_images, load_images, sample_images
+from bump.images import COLLECTIONS, decode_image, find_images, load_images, load_labelled, sample_images
 
 
 @pytest.fixture
@@ -94,12 +94,107 @@ def test_order_of_the_files_does_not_matter(unpacked, tmp_path):
     assert samples[0].drop_attrs().identical(samples[1].drop_attrs())
 
 
-@pytest.mark.parametrize("name, keep", [("set.tar", 3000), ("set.tar.gz", 300), ("set.tar", 0)])
-def test_a_damaged_tar_is_named(name, keep, unpacked, tmp_path):
-    path = pack(unpacked("imagenet-r"), tmp_path / name)
-    path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(ValueError, match=name):
-        load_images(f"files:{path}", 12, 32)
+@pytest.mark.parametrize("kind", ["", ":gz", ":bz2", ":xz"])
+@pytest.mark.parametrize("keep", [0, .3, .6])
+def test_a_damaged_tar_is_named(kind, keep, unpacked, tmp_path):
+    path = tmp_path / "set.tar"
+    with tarfile.open(path, f"w{kind}") as archive:
+        archive.add(unpacked("imagenet-r"), ".")
+    assert load_images(f"files:{path}", 3, 32).shape == (3, 3, 32, 32)
+    path.write_bytes(path.read_bytes()[:int(keep * path.stat().st_size)])
+    with pytest.raises(ValueError, match="set.tar is damaged, or no archive .*; get it again") as caught:
+        load_images(f"files:{path}", 3, 32)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.fixture
+def eight(tmp_path):
+    """A tar of eight images, and where each entry begins in it."""
+    path = tmp_path / "eight.tar"
+    with tarfile.open(path, "w") as archive:
+        for i in range(8):
+            data = encoded(GREY)
+            entry = tarfile.TarInfo(f"{i}.png")
+            entry.size = len(data)
+            archive.addfile(entry, io.BytesIO(data))
+    with tarfile.open(path) as archive:
+        return path, [m.offset for m in archive]
+
+
+@pytest.mark.parametrize("beyond", [0, 100, 512])
+def test_a_tar_that_was_cut_is_no_smaller_set(eight, beyond):
+    """Even where it was cut between two entries, or within a header."""
+    path, starts = eight
+    path.write_bytes(path.read_bytes()[:starts[4] + beyond])
+    with pytest.raises(ValueError, match="eight.tar is damaged"):
+        load_images(f"files:{path}", 4, 32)
+
+
+def test_a_tar_with_a_damaged_header_is_no_smaller_set(eight):
+    path, starts = eight
+    data = bytearray(path.read_bytes())
+    data[starts[4] + 3] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match="breaks off after 4 files"):
+        load_images(f"files:{path}", 4, 32)
+
+
+@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.DIRTYPE, tarfile.FIFOTYPE])
+def test_entries_of_a_tar_that_are_no_files(kind, eight):
+    """A link or folder that is called like an image is passed over, also where the image is there too."""
+    path, _ = eight
+    with tarfile.open(path, "a") as archive:
+        for name in ("0.png", "link.png"):
+            entry = tarfile.TarInfo(name)
+            entry.type, entry.linkname = kind, "/etc/passwd"
+            archive.addfile(entry)
+    assert sorted(load_images(f"files:{path}", 8, 32).source.values) == [f"{i}.png" for i in range(8)]
+
+
+@pytest.mark.parametrize("inside", ["", "./", "set/"])
+def test_an_index_counts_wherever_it_lies(inside, tmp_path):
+    path = tmp_path / "SET.TAR"
+    files = {"a.png": encoded(GREY), "b.png": encoded(GREY), "index.csv": b"file,class_index\na.png,7\n"}
+    with tarfile.open(path, "w") as archive:
+        for name, data in files.items():
+            entry = tarfile.TarInfo(inside + name)
+            entry.size = len(data)
+            archive.addfile(entry, io.BytesIO(data))
+    assert sample_images(path, 1, 32, 0)[1:] == (["a.png"], [7])
+    with pytest.raises(ValueError, match="the set holds 1"):
+        sample_images(path, 2, 32, 0)
+    with tarfile.open(path, "a") as archive:
+        archive.addfile(tarfile.TarInfo("other/index.csv"))
+    with pytest.raises(ValueError, match="SET.TAR: it holds 2 files named index.csv; leave one"):
+        sample_images(path, 1, 32, 0)
+
+
+def test_places_that_are_no_sets(tmp_path, monkeypatch):
+    GREY.save(tmp_path / "one.png")
+    with pytest.raises(ValueError, match="one.png: this is one image; name the folder"):
+        load_images(f"files:{tmp_path}/one.png", 1, 32)
+    with pytest.raises(ValueError, match="files: names no images; write files:PATH"):
+        load_images("files:", 1, 32)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".cache").mkdir()
+    GREY.save(tmp_path / ".cache/hidden.png")
+    assert load_images("files:~", 1, 32).source.values.tolist() == ["one.png"]
+    monkeypatch.setenv("BUMP_DATA", "~nobody-of-this-name/data")
+    with pytest.raises(FileNotFoundError, match="name that folder in BUMP_DATA"):
+        load_images("imagenet-r", 1, 32)
+
+
+def test_labels_that_are_not_imagenets(unpacked, tmp_path):
+    (tmp_path / "data/val").mkdir()
+    GREY.save(tmp_path / "data/val/1.png")
+    with pytest.raises(ValueError, match="val: class '' is not one of ImageNet's 1000; .* in a folder named by its WordNet id"):
+        load_labelled("imagenet", 1, 32)
+    with pytest.raises(ValueError, match="the images of elsewhere don't have ImageNet's labels"):
+        load_labelled("elsewhere", 1, 32)
+    shutil.rmtree(tmp_path / "data/val")
+    (tmp_path / "data/imagenet_val.zip").write_bytes(b"PK")
+    with pytest.raises(ValueError, match="imagenet_val.zip is damaged, or no archive"):
+        load_labelled("imagenet", 1, 32)
 
 
 def test_a_preset_says_where_to_get_a_set(monkeypatch, tmp_path):
@@ -134,6 +229,7 @@ CLEAR = Image.new("RGBA", (8, 6), (9, 9, 9, 0))
 KINDS = {  # file, what is expected in it
     "grey": (encoded(GREY), np.asarray(GREY) / 255),
     "16 bits": (encoded(DEEP), np.asarray(DEEP) / 65535),
+    "16 bits, a grey of them transparent": (encoded(DEEP, transparency=0), np.where(np.asarray(DEEP) == 0, 1, np.asarray(DEEP) / 65535)),
     "16 bits, TIFF": (encoded(DEEP, "TIFF"), np.asarray(DEEP) / 65535),
     "palette": (encoded(GREY.convert("P")), np.asarray(GREY) / 255),
     "transparent": (encoded(CLEAR), np.ones((6, 8))),
@@ -164,10 +260,17 @@ def test_image_files_of_every_kind(kind):
     np.testing.assert_allclose(image.numpy(), np.broadcast_to(expected, (3, *expected.shape)), atol=1e-6)
 
 
-@pytest.mark.parametrize("image", [Image.new("F", (8, 6), .5), Image.fromarray(np.full((6, 8), 70_000, np.int32))])
-def test_numbers_of_unknown_range_are_refused(image):
+@pytest.mark.parametrize("image", [Image.new("F", (8, 6), .5), Image.fromarray(np.full((6, 8), 255, np.int32)), Image.new("LAB", (8, 6))])
+def test_numbers_of_unknown_range_or_meaning_are_refused(image):
     with pytest.raises(ValueError, match="scan.tif can't be read .*no known range"):
         decode_image(encoded(image, "TIFF"), "scan.tif")
+
+
+def test_a_strip_is_refused(tmp_path):
+    """It would grow to 224 by 13 million pixels, from a file of a few hundred bytes."""
+    Image.new("L", (60_000, 1)).save(tmp_path / "strip.png")
+    with pytest.raises(ValueError, match=r"strip.png can't be read .*\(60000, 1\) pixels are a strip"):
+        load_images(f"files:{tmp_path}", 1, 224)
 
 
 def test_an_image_smaller_than_the_crop_is_enlarged(tmp_path):
