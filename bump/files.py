@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['search_path', 'find_file', 'Published', 'sha256_of', 'require_whole', 'cache_folder', 'places', 'how_to_get',
-           'find_published', 'download', 'is_whole', 'fetch']
+           'find_published', 'download', 'is_whole', 'lock', 'explain', 'fetch']
 
 # %% ../nbs/03_files.ipynb #8ef0925f
+import fcntl
 import hashlib
 import os
 from dataclasses import dataclass
@@ -103,20 +104,20 @@ def download(
 ) -> Path: # in the first folder of its search path, or else in the cache
     """Download a published file; it appears under its name when it is whole and verified.
 
-    Raises ConnectionError if it doesn't arrive, ValueError if something else does, and PermissionError for a folder that
-    can't be written to."""
-    path = next(iter([*search_path(item.variable), cache_folder()])) / item.name
-    partial = path.with_name(f".{item.name}.partial")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if not item.sha256: partial.unlink(missing_ok=True)
+    Raises ConnectionError if it doesn't arrive, ValueError if something else does, and another OSError if the server has no
+    such file, another process is at it, or the folder can't be written to."""
+    folder = next(iter([*search_path(item.variable), cache_folder()]))
+    if folder.is_file(): raise NotADirectoryError(f"{folder} is a file; {item.variable} must name folders")
+    path, partial = folder / item.name, folder / f".{item.name}.partial"
+    folder.mkdir(parents=True, exist_ok=True)
     with open(partial, "ab") as file:
+        lock(file, item.name)
+        if not item.sha256: file.seek(file.truncate(0))
         try:
             if not is_whole(partial, item): http_get(item.url, file, resume_size=file.tell(), displayed_filename=item.name)
         except Exception as error:
-            why, arrived = f"{type(error).__name__}: {error}".splitlines()[0], file.tell()
-            if not arrived: partial.unlink()
-            raise ConnectionError(f"{item.name} could not be downloaded from {item.url} ({why}); {arrived:,} bytes have arrived; run again"
-                                  + " to go on from there" * bool(item.sha256)) from error
+            if not file.tell(): partial.unlink()
+            explain(error, item, file.tell())
     if not is_whole(partial, item):
         with open(partial, "rb") as file: begins = file.read(60)
         partial.unlink()
@@ -124,20 +125,44 @@ def download(
     os.replace(partial, path)
     return path
 
+# %% ../nbs/03_files.ipynb #95ac46e8
 def is_whole(
     path:Path, # a file that is being downloaded
     item:Published, # what it should become
 ) -> bool:
-    "Whether a download is complete; without a known checksum, whether it is at least no web page."
+    "Whether a download is complete, as far as can be told."
     if item.sha256: return sha256_of(path).startswith(item.sha256)
     with open(path, "rb") as file: start = file.read(1)
-    return start not in (b"", b"<")
+    missing = item.megabytes and abs(path.stat().st_size / 1e6 - item.megabytes) > .5 + item.megabytes / 10
+    return start not in (b"", b"<") and not missing
+
+# %% ../nbs/03_files.ipynb #67b6f56b
+def lock(
+    file, # open
+    name:str, # what to call it in an error
+):
+    "Keep other processes from a file until it is closed. Raises OSError if one has it."
+    try: fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError: raise OSError(f"another process is downloading {name}; wait for it, then run again") from None
+
+def explain(
+    error:Exception, # from http_get
+    item:Published, # what was wanted
+    arrived:int, # bytes
+):
+    "Raise ConnectionError, or OSError if the server answered that it won't send the file."
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if status == 416: return
+    why = f"{type(error).__name__}: {error}".splitlines()[0]
+    raise (OSError if status else ConnectionError)(
+        f"{item.name} could not be downloaded from {item.url} ({why}); {arrived:,} bytes have arrived; run again"
+        + " to go on from there" * bool(item.sha256)) from error
 
 # %% ../nbs/03_files.ipynb #983660b5
 def fetch(
     item:Published, # what is wanted
 ) -> Path:
-    "Find a published file, or download it, and verify it. Raises FileNotFoundError, ConnectionError or ValueError."
+    "Find a published file, or download it, and verify it. Raises FileNotFoundError, ValueError, or what `download` raises."
     try: path = find_published(item)
     except FileNotFoundError:
         if not item.url: raise

@@ -19,6 +19,7 @@ import sys
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import numpy as np
 import pandas as pd
@@ -437,12 +438,13 @@ def fetch_inputs(
     **changes, # fields to replace, such as training_seeds
 ):
     "Download what a preset lacks, then check it (`make fetch`); raises SystemExit if anything is missing."
+    silent = set()  # hosts that didn't answer, and wouldn't the next time
     for item in preset_inputs(preset_named(preset, **changes)):
-        if item.published is None or lies_there(item): continue
+        if item.published is None or lies_there(item) or urlsplit(item.published.url).netloc in silent: continue
         try: fetch(item.published)
         except (OSError, ValueError) as error:
             print(f"- {error}")
-            if isinstance(error, ConnectionError): break  # the next one would fail alike
+            if isinstance(error, ConnectionError): silent.add(urlsplit(item.published.url).netloc)
     check(preset, **changes)
 
 # %% ../nbs/08_runner.ipynb #e010bd31
