@@ -1,9 +1,11 @@
 """Weights that timm and torchvision publish: found in a folder or a cache, read as data only, put into the right place."""
 import pytest
+import timm
 import torch
 from published import other_model, write
+from safetensors.torch import save_file
 
-from bump.encoders import HUB_PINS, encoder_identity, load_encoder, published_file
+from bump.encoders import HUB_PINS, build_seeded, encoder_identity, load_encoder, published_file
 from bump.files import sha256_of
 
 # A newcomer adds a line: an encoder of timm or torchvision with a tag.
@@ -79,6 +81,27 @@ def test_another_architecture_under_the_name(tmp_path, monkeypatch, unpinned):
     monkeypatch.setenv("BUMP_WEIGHTS", str(tmp_path))
     write(other_model("timm:resnet18.tv_in1k"), tmp_path / "resnet50.tv_in1k.safetensors")
     with pytest.raises(ValueError, match="resnet50.tv_in1k.safetensors does not hold the weights of resnet50.tv_in1k"):
+        load_encoder(ENCODERS[0])
+
+
+@pytest.mark.parametrize("spec, option, told", [(ENCODERS[2], {"img_size": 160}, "pos_embed in another size"),
+                                                (ENCODERS[2], {"patch_size": 32}, "patch_embed.proj.weight in another size|pos_embed in"),
+                                                (ENCODERS[3], {"window_size": 5}, "relative_position_bias_table in another size")])
+def test_what_timm_would_resample_silently(spec, option, told, tmp_path, monkeypatch, unpinned):
+    monkeypatch.setenv("BUMP_WEIGHTS", str(tmp_path))
+    other = build_seeded(lambda: timm.create_model(spec.removeprefix("timm:"), pretrained=False, **option), 0)
+    write(other, tmp_path / published_file(spec).name)
+    with pytest.raises(ValueError, match=f"does not hold the weights of .*{told}"):
+        load_encoder(spec)
+
+
+def test_weights_of_timm_with_a_prefix_or_of_another_kind(tmp_path, monkeypatch, unpinned):
+    monkeypatch.setenv("BUMP_WEIGHTS", str(tmp_path))
+    model, path = other_model(ENCODERS[0]), tmp_path / published_file(ENCODERS[0]).name
+    save_file({f"module.{name}": t for name, t in model.state_dict().items()}, path)
+    assert torch.equal(load_encoder(ENCODERS[0]).network.conv1.weight, model.conv1.weight)
+    save_file({**model.state_dict(), "conv1.weight": model.conv1.weight.to(torch.int8)}, path)
+    with pytest.raises(ValueError, match="does not hold the weights of .*conv1.weight holds torch.int8"):
         load_encoder(ENCODERS[0])
 
 
