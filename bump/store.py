@@ -79,6 +79,8 @@ def load(
         with xr.open_datatree(path, engine="netcdf4") as tree: tree = tree.load()
     except (OSError, RuntimeError, ValueError) as error:
         raise ValueError(f"data set {path} is damaged ({error}); delete it and run `make figures` again") from error
+    for node in tree.subtree:
+        for variable in node.variables.values(): variable.encoding.clear()  # the width of strings, which would cut longer ones
     return tree if tree.children else tree.to_dataset()
 
 # %% ../nbs/02_store.ipynb #12ffec64
