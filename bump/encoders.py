@@ -207,7 +207,8 @@ def build_encoder(
     return encoder
 
 # %% ../nbs/05_encoders.ipynb #99f12b58
-NUMBERS = {True: (torch.float32, torch.float16, torch.bfloat16, torch.float64), False: (torch.int64, torch.int32)} # by being floats
+NUMBERS = {True: (torch.float32, torch.float16, torch.bfloat16, torch.float64), # of weights
+           False: (torch.int64, torch.int32)} # of counts
 
 def plain_tensors(
     content, # of a file
@@ -436,7 +437,8 @@ def load_published_weights(
     fill_weights(encoder.network, read[source](path), str(path))
     return path
 
-RESAMPLED = ("pos_embed", "patch_embed.proj.weight", "relative_position_bias_table") # where timm adapts another size silently
+# %% ../nbs/05_encoders.ipynb #400decaf
+RESAMPLED = ("pos_embed", "patch_embed.proj.weight", "relative_position_bias_table")
 
 def timm_weights(
     name:str, # timm's, with a tag

@@ -145,12 +145,13 @@ def lock(
     try: fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError: raise OSError(f"another process is downloading {name}; wait for it, then run again") from None
 
+# %% ../nbs/03_files.ipynb #38969dac
 def explain(
     error:Exception, # from http_get
     item:Published, # what was wanted
     arrived:int, # bytes
 ):
-    "Raise ConnectionError, or OSError if the server answered that it won't send the file."
+    "Raise ConnectionError, or OSError if the server answered that it won't send the file; nothing if it has nothing to add."
     status = getattr(getattr(error, "response", None), "status_code", None)
     if status == 416: return
     why = f"{type(error).__name__}: {error}".splitlines()[0]

@@ -219,6 +219,7 @@ def is_image(
     hidden = any(part.startswith(".") and part != ".." for part in PurePosixPath(name).parts)
     return name.lower().endswith(IMG_EXTENSIONS) and not hidden
 
+# %% ../nbs/04_images.ipynb #341ee0f3
 def require_plain(
     images:list, # names of files
 ):
