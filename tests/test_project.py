@@ -10,6 +10,7 @@ from configparser import ConfigParser
 from pathlib import Path
 
 import pytest
+import xarray as xr
 import yaml
 
 import bump
@@ -190,6 +191,20 @@ def test_readme_tells_the_committed_verdicts(path):
     with open(path, encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
             assert f"| {row['verdict']} | {row['evidence']} |" in text
+
+
+# --- the committed data sets ---
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "data/reference").glob("*/*.nc")), ids=lambda p: f"{p.parent.name}-{p.stem}")
+def test_committed_networks_tell_how_to_build_them_again(path):
+    """The JSON texts are whole (they were cut once, by xarray) and end in a checksum; see data/README.md on shortened ones."""
+    with xr.open_datatree(path) as tree:
+        texts = [str(text) for group in tree.subtree if "encoder_provenance" in group.coords
+                 for text in group.encoder_provenance.values.ravel()]
+    for about in map(json.loads, texts):
+        trained_here = about.get("weights") == "trained" and "training" in about
+        assert not trained_here or re.fullmatch("[0-9a-f]{36,64}", about.get("weights_sha256_begins", about.get("weights_sha256")))
 
 
 # --- text files ---
