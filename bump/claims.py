@@ -6,10 +6,11 @@
 __all__ = ['STATEMENTS', 'RUNS', 'CURVE', 'MOST', 'RANDOM_KINDS', 'CLAIMS', 'Verdict', 'grade', 'not_measured', 'basis_of',
            'median_peaks', 'true_peaks', 'in_words', 'as_runs', 'range_in_words', 'spread', 'image_share', 'plain',
            'judge_c1', 'judge_c2', 'judge_c3', 'relative_spread', 'decades_apart', 'within', 'local_prediction',
-           'split_peak', 'as_displacement', 'displacement_peak', 'compare_budgets', 'factor_intervals', 'judge_c4',
-           'parts_c4', 'with_interval', 'tell_c4', 'bump_height', 'judge_c5', 'judge_c6', 'counted_encoders',
-           'judge_grid', 'judge_c7', 'judge_c8', 'judge_c9', 'without_nan', 'panels_of', 'judge', 'save_claims',
-           'matched', 'panel_deviation', 'deviation', 'report_deviation']
+           'split_peak', 'as_displacement', 'displacement_peak', 'compare_budgets', 'factor_intervals',
+           'split_intervals', 'judge_c4', 'parts_c4', 'with_interval', 'signed', 'tell_c4', 'bump_height', 'judge_c5',
+           'judge_c6', 'counted_encoders', 'judge_grid', 'judge_c7', 'judge_c8', 'image_steps', 'tell_steps',
+           'judge_c9', 'without_nan', 'panels_of', 'judge', 'save_claims', 'matched', 'panel_deviation', 'deviation',
+           'report_deviation']
 
 # %% ../nbs/09_claims.ipynb #52ed0cda
 import json
@@ -21,8 +22,8 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
-from .peaks import (PEAK, PLATEAU, bootstrap_peaks, describe, interval, kind_fractions, median_profile, resampled_median,
-                        resampled_peaks)
+from .peaks import (PEAK, PLATEAU, bootstrap_peaks, describe, interval, kind_fractions, median_profile, resampled_mean,
+                        resampled_median, resampled_peaks)
 from .store import load, project_root, write_atomically
 
 # %% ../nbs/09_claims.ipynb #ada7922b
@@ -243,14 +244,14 @@ def local_prediction(
 def split_peak(
     profiles:xr.Dataset, # dims (epsilon, image, direction, eta)
     peak_eta:xr.DataArray, # (epsilon,) η*, finite
-) -> xr.Dataset: # `height`, `displacement` and `linear` by epsilon, with height = displacement - linear
-    "Mean over images of log10 r at η*, of log10(displacement/η) there, and of log10 linear."
+) -> xr.Dataset: # `height`, `displacement` and `linear` (epsilon, image), with height = displacement - linear
+    "Of each image: log10 r at η*, log10(displacement/η) there, and log10 linear; NaN if one of them isn't reliable."
     there, linear = profiles.sel(eta=peak_eta), np.log10(local_prediction(profiles))
     usable = there.reliable.all("direction")
     moved = np.sqrt((there.displacement**2).mean("direction")) / there.eta
     terms = xr.Dataset({"height": np.log10(there.response).where(usable), "displacement": np.log10(moved).where(usable),
                         "linear": linear}).reset_coords(drop=True)
-    return terms.where(np.isfinite(terms.displacement).all("epsilon")).mean("image")
+    return terms.where(np.isfinite(terms.displacement).all("epsilon"))
 
 # %% ../nbs/09_claims.ipynb #31a94892
 def as_displacement(
@@ -278,7 +279,7 @@ def compare_budgets(
                "growth": factor(peaks.peak_response), "reduction": 1 / factor(linear.median("image")),
                "relative_reduction": 1 / factor((linear / pair.feature_norm).median("image"))}
     if np.isnan(numbers["shift"]): return numbers
-    split = split_peak(pair, peaks.peak_eta)
+    split = split_peak(pair, peaks.peak_eta).mean("image")
     return {**numbers, **{f"log10_{name}": float(term[1] - term[0]) for name, term in split.items()}}
 
 # %% ../nbs/09_claims.ipynb #1012ae60
@@ -292,6 +293,14 @@ def factor_intervals(
     factors = {"shift": peaks.peak_eta, "displacement_shift": moved.peak_eta, "growth": peaks.peak_response,
                "reduction": reduction, "relative_reduction": relative}
     return {name: interval(x.isel(epsilon=1) / x.isel(epsilon=0)).values.tolist() for name, x in factors.items()}
+
+def split_intervals(
+    pair:xr.Dataset, # dims (epsilon, image, direction, eta), with two budgets; coordinate `source`
+    peaks:xr.Dataset, # description of their median curves, which both have a peak
+) -> dict: # name -> [low, high]; NaN below five sources
+    "90 % intervals of the terms of the split that compare_budgets tells, at its η*."
+    terms = split_peak(pair, peaks.peak_eta).diff("epsilon").isel(epsilon=0).assign_coords(source=pair.source)
+    return {f"log10_{name}": interval(resampled_mean(term)).values.tolist() for name, term in terms.items()}
 
 # %% ../nbs/09_claims.ipynb #98f235fd
 def judge_c4(
@@ -308,6 +317,7 @@ def judge_c4(
         pair = pair.sel(epsilon=[0, budgets.max()])
         peaks = median_peaks(pair)
         n, bounds = compare_budgets(pair, peaks), factor_intervals(pair)
+        if "log10_height" in n: bounds |= split_intervals(pair, peaks)
         parts += parts_c4(n, peaks)
         told.append(run + tell_c4(n, bounds, peaks))
         numbers.append({**n, "intervals": bounds, "median": plain(peaks, *CURVE)})
@@ -335,9 +345,17 @@ def with_interval(
     low, middle, high = (f"{x**power:.3g}" for x in (bounds[0], value, bounds[1]))
     return f"{sign}{middle}" + f" [{low}–{high}]" * bool(np.isfinite(bounds).all())
 
+def signed(
+    value:float, # of a logarithm
+    bounds:list, # its interval
+) -> str: # such as "+0.45 [+0.40 to +0.50]"
+    "A difference with its interval."
+    return f"{value:+.2f}" + f" [{bounds[0]:+.2f} to {bounds[1]:+.2f}]" * bool(np.isfinite(bounds).all())
+
+# %% ../nbs/09_claims.ipynb #5ad6c94d
 def tell_c4(
     n:dict, # from compare_budgets
-    bounds:dict, # from factor_intervals
+    bounds:dict, # from factor_intervals and split_intervals
     peaks:xr.Dataset, # description of the two median curves
 ) -> str:
     "The evidence for C4 in words."
@@ -348,8 +366,9 @@ def tell_c4(
             f"linear {linear}, squared {squared}, relative to ‖f‖ "
             + with_interval("÷", n["relative_reduction"], bounds["relative_reduction"])]
     if "log10_height" in n:
-        told.append(f"log10 r* {n['log10_height']:+.2f} = {n['log10_displacement']:+.2f} (displacement/η at the peak) "
-                    f"{-n['log10_linear']:+.2f} (linear)")
+        height, moved = (signed(n[name], bounds[name]) for name in ("log10_height", "log10_displacement"))
+        smaller = signed(-n["log10_linear"], [-bound for bound in bounds["log10_linear"][::-1]])
+        told.append(f"log10 r* {height} = {moved} (displacement/η at the peak) {smaller} (linear)")
     return "; ".join(told)
 
 # %% ../nbs/09_claims.ipynb #feacf1e4
@@ -458,6 +477,25 @@ def judge_c8(
     if np.isnan(dip): return verdict
     return replace(verdict, evidence=f"{verdict.evidence}; rising medians are never below {np.floor(100 * dip) / 100:.2f}")
 
+# %% ../nbs/09_claims.ipynb #a13adc5d
+def image_steps(
+    family:xr.Dataset, # dims (epsilon, image, direction, eta), ε ascending; coordinate `source`
+) -> xr.Dataset: # peak_eta, peak_response (step), with bounds; NaN where no image has a peak at both ends of a step
+    "Geometric mean over images of the factors by which η* and r* change from each ε to the next, with 90 % intervals."
+    peaks = np.log10(true_peaks(describe(family)).where(~family.kink.astype(bool)))
+    change = peaks.diff("epsilon").assign_coords(source=family.source)
+    factors = 10**xr.Dataset({name: x for p, values in change.items() for name, x in (
+        (p, values.mean("image")), (f"{p}_bounds", interval(resampled_mean(values))))})
+    return factors.rename(epsilon="step")
+
+def tell_steps(
+    factors:xr.Dataset, # from image_steps
+    name:str, # peak_eta or peak_response
+) -> str: # such as "×4 [3.5–4.6], ×1.2 [1.1–1.3]"
+    "The factors of all steps in words."
+    bounds = factors[f"{name}_bounds"].transpose("step", "bound").values
+    return ", ".join(with_interval("×", value, pair) for value, pair in zip(factors[name].values, bounds))
+
 # %% ../nbs/09_claims.ipynb #7d2ff86e
 def judge_c9(
     panel:xr.Dataset, # Figure 5: (epsilon, image, direction, eta)
@@ -470,8 +508,11 @@ def judge_c9(
     outward, higher = (int((true_peaks(peaks)[name].diff("epsilon") > 0).sum()) for name in ("peak_eta", "peak_response"))
     baseline, steps = peaks.kind[0].item() == "bump", panel.epsilon.size - 1
     told = [f"ε = {e:g}: {in_words(peaks.sel(epsilon=e))}" for e in peaks.epsilon.values]
-    evidence = f"η* increases in {outward} and r* in {higher} of {steps} steps of ε; " + ", ".join(told)
-    numbers = {"outward": outward, "higher": higher, "steps": steps, "median": plain(peaks, *CURVE)}
+    factors = image_steps(panel.sortby("epsilon"))
+    evidence = (f"η* increases in {outward} and r* in {higher} of {steps} steps of ε; {', '.join(told)}; "
+                f"image by image, η* {tell_steps(factors, 'peak_eta')} and r* {tell_steps(factors, 'peak_response')}")
+    numbers = {"outward": outward, "higher": higher, "steps": steps, "median": plain(peaks, *CURVE),
+               "image_steps": {name: values.values.tolist() for name, values in factors.items()}}
     parts = [baseline and outward == steps, baseline and higher == steps]
     return Verdict("C9", grade(parts), basis_of(panel), evidence, numbers)
 

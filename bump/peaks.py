@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['KINDS', 'PLATEAU', 'PEAK', 'FALL', 'LOW', 'HALF_DECADE', 'reliable_response', 'describe', 'median_profile',
-           'kind_fractions', 'resampled_peaks', 'resampled_median', 'interval', 'bootstrap_peaks']
+           'kind_fractions', 'resampled_peaks', 'resampled_median', 'resampled_mean', 'interval', 'bootstrap_peaks']
 
 # %% ../nbs/01_peaks.ipynb #f4014d75
 from functools import partial
@@ -206,11 +206,15 @@ def _resample_peaks(response, usable, source, etas, n, seed):
     kind, eta, height = (list(column) for column in zip(*found))
     return np.array(kind, object), np.array(eta), np.array(height), n_sources
 
-def _resample_median(values, source, n, seed):
-    "Median of each resample of one cell (I,)."
+def _resample_values(values, source, statistic, n, seed):
+    "A statistic of each resample of one cell (I,)."
     usable = np.isfinite(values)
     weights, _ = _draws(source, usable, n, seed)
-    return np.full(n, np.nan) if weights is None else _weighted_medians(values[usable, None], weights)[:, 0]
+    return np.full(n, np.nan) if weights is None else statistic(values[usable, None], weights)[:, 0]
+
+def _weighted_means(values, weights):
+    "Means (n, E) of values (I, E) by weights (n, I)."
+    return weights @ values / weights.sum(1, keepdims=True)
 
 # %% ../nbs/01_peaks.ipynb #9afbabe4
 def _require_source(profiles):
@@ -232,13 +236,27 @@ def resampled_peaks(
                              output_core_dims=[["resample"], ["resample"], ["resample"], []])
     return xr.Dataset(dict(zip(("kind", "peak_eta", "peak_response", "n_sources"), columns)))
 
+# %% ../nbs/01_peaks.ipynb #05bbd585
 def resampled_median(
     values, # DataArray (..., image) with a coordinate `source`; NaN where an image doesn't count
     n:int=1000, # resamples
     seed:int=0, # of the resamples
 ) -> xr.DataArray: # (..., resample)
     "The median over images in every resample of the sources. Raises ValueError without `source`."
-    return xr.apply_ufunc(partial(_resample_median, n=n, seed=seed), values, _require_source(values), vectorize=True,
+    return _resampled(_weighted_medians, values, n, seed)
+
+def resampled_mean(
+    values, # DataArray (..., image) with a coordinate `source`; NaN where an image doesn't count
+    n:int=1000, # resamples
+    seed:int=0, # of the resamples
+) -> xr.DataArray: # (..., resample)
+    "The mean over images in every resample of the sources. Raises ValueError without `source`."
+    return _resampled(_weighted_means, values, n, seed)
+
+def _resampled(statistic, values, n, seed):
+    "A statistic of the images of every cell (..., image), in every resample of the sources."
+    cell = partial(_resample_values, statistic=statistic, n=n, seed=seed)
+    return xr.apply_ufunc(cell, values, _require_source(values), vectorize=True,
                           input_core_dims=[["image"], ["image"]], output_core_dims=[["resample"]])
 
 # %% ../nbs/01_peaks.ipynb #5488de1b

@@ -39,8 +39,8 @@ from .files import fetch, sha256_of
 from .images import COLLECTIONS, gaussian_blur, load_cifar10, load_images, load_labelled
 from .response import eta_ladder, exact_arithmetic, image_sha256, response_profile
 from .store import cached, code_hash, content_key, git_commit, load, project_root, save, versions, write_atomically
-from .training import (N_TRIAL, RESTARTS, STEPS, TRIAL_RADIUS, Condition, accuracy, attack, attack_record, augment_batch,
-                           prepare_data, recalibrate, recalibration_images, require_checkpoint, steps_per_epoch, train)
+from .training import (N_TRIAL, RESTARTS, STEPS, TRIAL_RADIUS, Condition, accuracy, attack, attack_attributes, attack_record,
+                           augment_batch, prepare_data, recalibrate, recalibration_images, require_checkpoint, steps_per_epoch, train)
 
 # %% ../nbs/08_runner.ipynb #1ef12876
 @lru_cache(maxsize=32)
@@ -464,7 +464,9 @@ def train_preset(
     unknown = ", ".join(name for name in only if name not in known)
     if unknown: raise ValueError(f"preset {preset} trains no {unknown}; it trains {', '.join(known)}")
     train_set, test_set = load_cifar10(train=True), load_cifar10(train=False)
-    for folder in {checkpoint_folder(chosen, c.seed) for c in training_runs(chosen)}: require_unchanged(folder)
+    for folder in {checkpoint_folder(chosen, c.seed) for c in training_runs(chosen)}:
+        require_unchanged(folder)
+        record_checksums(folder)  # a network that was deleted to train it again may come out with other bits
     for condition in training_runs(chosen):
         if only and condition.name not in only: continue
         folder = checkpoint_folder(chosen, condition.seed)
@@ -568,7 +570,8 @@ def robustness_record(
         both = xr.concat(records, pd.Index(list(specs), name="epsilon"), coords="different", compat="equals")
         networks = {e: load_encoder(spec).network for e, spec in specs.items()}
         groups[f"/seed-{seed}"] = both.assign(transfer=transfer(networks, few[0] / 255, few[1]))
-    return xr.DataTree.from_dict({"/": xr.Dataset(attrs={"preset": preset}), **groups})
+    about = {"preset": preset, "measured_at_commit": git_commit(), **attack_attributes(few[0] / 255, few[1])}  # of `transfer`
+    return xr.DataTree.from_dict({"/": xr.Dataset(attrs=about), **groups})
 
 # %% ../nbs/08_runner.ipynb #0151c321
 def save_records(

@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['STEPS', 'RESTARTS', 'RADII', 'TRIAL_RADIUS', 'N_TRIAL', 'Condition', 'prepare_data', 'augment_batch',
            'computes_in_bfloat16', 'logits', 'attack', 'is_right', 'accuracy', 'robust_accuracy', 'attack_record',
-           'made_by', 'arithmetic', 'load_state', 'steps_per_epoch', 'checkpoint_steps', 'train_epoch', 'train_step',
-           'start_run', 'final_metrics', 'checkpoint_name', 'require_checkpoint', 'require_steps', 'commit_at_start',
-           'train', 'run_epochs', 'require_memorised', 'describe_run', 'training_curve', 'recalibration_images',
-           'recalibrate']
+           'attack_attributes', 'made_by', 'arithmetic', 'load_state', 'steps_per_epoch', 'checkpoint_steps',
+           'train_epoch', 'train_step', 'start_run', 'final_metrics', 'checkpoint_name', 'require_checkpoint',
+           'require_steps', 'commit_at_start', 'train', 'run_epochs', 'require_memorised', 'describe_run',
+           'training_curve', 'recalibration_images', 'recalibrate']
 
 # %% ../nbs/06_training.ipynb #bd4a7ae3
 import hashlib
@@ -176,7 +176,9 @@ def attack_record(
     images:torch.Tensor, # (N, 3, 32, 32) in [0, 1], the test images
     labels:torch.Tensor, # int64 (N,)
 ) -> xr.Dataset: # robust_accuracy (radius), by_steps (steps), by_restarts (restarts), by_radius (trial_radius)
-    "Accuracy under attack: on all images at RADII, and on the first N_TRIAL with stronger attacks at TRIAL_RADIUS."
+    """Accuracy under attack: on all images at RADII, and on the first N_TRIAL with stronger attacks at TRIAL_RADIUS.
+
+    Attributes tell the versions of the libraries, and a digest of images and labels."""
     few, steps, radii = (images[:N_TRIAL], labels[:N_TRIAL]), (1, 5, STEPS, 5 * STEPS), (0., .25, .5, 1., 2., 4., 8.)
     record = xr.Dataset({
         "robust_accuracy": ("radius", robust_accuracy(model, images, labels, RADII)),
@@ -191,7 +193,17 @@ def attack_record(
                        "by_radius": f"accuracy by radius, {STEPS} steps and {RESTARTS} restarts, {few}"}.items():
         record[name].attrs = {"long_name": text, "units": "1"}
     for name in ("radius", "trial_radius"): record[name].attrs = {"long_name": "L2 radius of the attack", "units": "pixel"}
-    return record
+    return record.assign_attrs(attack_attributes(images, labels))
+
+def attack_attributes(
+    images:torch.Tensor, # (N, 3, 32, 32) in [0, 1], the test images
+    labels:torch.Tensor, # int64 (N,)
+) -> dict: # strings and numbers
+    "What an attack was made with and on."
+    sha256 = hashlib.sha256()
+    for part in (images, labels): sha256.update(part.cpu().contiguous().numpy())
+    return {"attack_seed": 0, "step_size": "2.5 × radius / steps", "test_set": sha256.hexdigest(),
+            **{f"version_{name}": versions()[name] for name in ("torch", "robustness")}}
 
 # %% ../nbs/06_training.ipynb #3e26c4ae
 def made_by(
