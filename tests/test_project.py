@@ -198,11 +198,12 @@ def test_readme_tells_the_committed_verdicts(path):
 
 @pytest.mark.parametrize("path", sorted((ROOT / "data/reference").glob("*/*.nc")), ids=lambda p: f"{p.parent.name}-{p.stem}")
 def test_committed_networks_tell_how_to_build_them_again(path):
-    """The JSON texts are whole (they were cut once, by xarray) and end in a checksum; see data/README.md on shortened ones."""
+    """Their texts are whole (xarray cut them once) and tell a checksum; see data/README.md on shortened ones."""
     with xr.open_datatree(path) as tree:
-        texts = [str(text) for group in tree.subtree if "encoder_provenance" in group.coords
-                 for text in group.encoder_provenance.values.ravel()]
-    for about in map(json.loads, texts):
+        pairs = [(str(spec), json.loads(str(text))) for group in tree.subtree if "encoder_provenance" in group.coords
+                 for spec, text in zip(*(values.values.ravel() for values in xr.broadcast(group.encoder_spec, group.encoder_provenance)))]
+    for spec, about in pairs:
+        assert spec == about["spec"]
         trained_here = about.get("weights") == "trained" and "training" in about
         assert not trained_here or re.fullmatch("[0-9a-f]{36,64}", about.get("weights_sha256_begins", about.get("weights_sha256")))
 
